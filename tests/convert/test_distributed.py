@@ -13,7 +13,7 @@ import seqfuse as sf
 from seqfuse.testing import seeded_randn
 from tests.processes import Facts
 
-from .test_composition import Net, chains
+from .residual import Net, chains
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
 Change = Callable[[nn.Module], Any]

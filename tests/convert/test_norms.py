@@ -15,7 +15,7 @@ from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed
-from .test_altered import Layers, Spelling, operations
+from .spellings import Layers, Spelling, operations
 
 EPS = 1e-3  # large enough to notice when it is left out
 Normed = Callable[[Tensor, Layers], Tensor]

@@ -17,9 +17,9 @@ from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same_recorded
 from .recording import Replayed
-from .test_altered import Layers, Spelling, joined, qkv
-from .test_composition import Net
-from .test_composition import X as ROWS
+from .residual import Net
+from .residual import X as ROWS
+from .spellings import Layers, Spelling, joined, qkv
 
 X = seeded_randn((2, 4, 8), 2).double()
 Weigh = Callable[[Tensor, Tensor, Tensor], Tensor]

@@ -21,7 +21,7 @@ from seqfuse.pictures.text import sized
 from tests.watching import bytes_of, saving
 
 from .comparing import passes
-from .test_composition import Net, X
+from .residual import Net, X
 
 
 class Settled(Net):

@@ -16,7 +16,7 @@ from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed
-from .test_altered import operations
+from .spellings import operations
 
 ROWS, HEADS, SIZE = 5, 3, 4
 X = seeded_randn((2, ROWS, 12), 0).double()
