@@ -11,10 +11,16 @@ import pytest
 import torch
 
 from seqfuse.testing import fusions, operations, probe
+from tests import processes
 
 SHARE = 12 if os.environ.get("TRITON_INTERPRET") == "1" else 4
 """Every list gets the first case, those without gradients, and one of this many of the others, in one of its dtypes in
 turn; another list gets others."""
+
+
+def in_turn(case: int, dtypes: Sequence[torch.dtype] = operations.DTYPES) -> Sequence[torch.dtype]:
+    """One dtype for a case, the next one for the next case; all of them under --full."""
+    return dtypes if processes.FULL else [dtypes[case % len(dtypes)]]
 
 
 @pytest.fixture(autouse=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -31,6 +32,7 @@ from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.cases import Case, Specimen
 from seqfuse.testing.judge import judge
 from seqfuse.testing.probe import Probe
+from tests.selection import in_turn
 from tests.watching import bytes_of, saving
 
 DTYPES = [torch.float32, torch.bfloat16]
@@ -61,13 +63,16 @@ UNITS = [ops.SwiGLU(), ops.ClampedSwiGLU(0.75, packing="interleaved"), ops.GEGLU
 
 
 @pytest.mark.parametrize(
-    ("fusion", "unit", "top_k"), [*zip(FACTORS * 2, (*UNITS, UNITS[0]), (1, 3, 2, 2), strict=True)]
+    ("fusion", "unit", "top_k", "dtypes"),
+    [*zip(FACTORS * 2, (*UNITS, UNITS[0]), (1, 3, 2, 2), map(in_turn, (0, 1, 1, 0)), strict=True)],
 )
-def test_factors_are_applied_before_the_gemm(fusion: type[sf.JointFusion], unit: sf.Gated, top_k: int):
+def test_factors_are_applied_before_the_gemm(
+    fusion: type[sf.JointFusion], unit: sf.Gated, top_k: int, dtypes: Sequence[torch.dtype]
+):
     _, order, _ = ops.Permute(4, top_k).fwd(seeded_randn((40, 6), 0), experts=drawn(40, top_k))
     listed = unit, ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute()
     x, probs = seeded_randn((40, top_k, 12), 0), seeded_randn((40, top_k), 1)
-    check_fusion(fusion, x, *listed, probs=probs, **order, dtypes=DTYPES)
+    check_fusion(fusion, x, *listed, probs=probs, **order, dtypes=dtypes)
 
 
 def ordered(tokens: int, top_k: int) -> dict[str, Tensor]:
@@ -82,30 +87,39 @@ BOUNDARIES = [
 ]  # fmt: skip
 
 
-NORMS_BEHIND = [  # each norm with each fusion once, all pairs under --full
-    pytest.param(*boundary, norm, marks=[pytest.mark.full] * bool((i + j) % len(NORMS)))
+NORMS_BEHIND = [  # each norm and each dtype with each fusion once, all pairs under --full
+    pytest.param(*boundary, norm, in_turn(i), marks=[pytest.mark.full] * bool((i + j) % len(NORMS)))
     for i, boundary in enumerate(BOUNDARIES)
     for j, norm in enumerate(NORMS)
 ]
 
 
-@pytest.mark.parametrize(("fusion", "unpermute", "fork", "top_k", "norm"), NORMS_BEHIND)
+@pytest.mark.parametrize(("fusion", "unpermute", "fork", "top_k", "norm", "dtypes"), NORMS_BEHIND)
 def test_experts_are_summed_where_the_next_norm_begins(
-    fusion: type[sf.FusedOperation], unpermute: ops.Unpermute, fork: bool, top_k: int, norm: sf.UnfusedOperation
+    fusion: type[sf.FusedOperation],
+    unpermute: ops.Unpermute,
+    fork: bool,
+    top_k: int,
+    norm: sf.UnfusedOperation,
+    dtypes: Sequence[torch.dtype],
 ):
     listed = unpermute, ops.Add("h"), *[ops.Fork("stream")] * fork, norm
     given = {"h": seeded_randn((40, 5), 2), **ordered(40, top_k)}
     given |= {} if unpermute.probs is None else {"probs": seeded_randn((40, top_k), 1)}
-    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=DTYPES, **given)
+    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=dtypes, **given)
 
 
-@pytest.mark.parametrize(("norm", "fork", "top_k"), [(NORMS[0], True, 2), (NORMS[1], False, 3)], ids=str)
-def test_factors_before_the_gemm_and_the_next_norm(norm: sf.UnfusedOperation, fork: bool, top_k: int):
+@pytest.mark.parametrize(
+    ("norm", "fork", "top_k", "dtypes"), [(NORMS[0], True, 2, in_turn(0)), (NORMS[1], False, 3, in_turn(1))], ids=str
+)
+def test_factors_before_the_gemm_and_the_next_norm(
+    norm: sf.UnfusedOperation, fork: bool, top_k: int, dtypes: Sequence[torch.dtype]
+):
     listed = ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute(), ops.Add("h")
     given = {"h": seeded_randn((40, 5), 2), "probs": seeded_randn((40, top_k), 1), **ordered(40, top_k)}
     x = seeded_randn((40, top_k, 12), 0)
     check_fusion(
-        GatedGroupedLinearUnpermuteBoundary, x, *listed, *[ops.Fork("stream")] * fork, norm, dtypes=DTYPES, **given
+        GatedGroupedLinearUnpermuteBoundary, x, *listed, *[ops.Fork("stream")] * fork, norm, dtypes=dtypes, **given
     )
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
@@ -18,6 +18,7 @@ from seqfuse.kernels.rope import Rotation
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 from tests.kernels.test_rope import CASES, EPS, HEADS, KV, PARTS, drawn, run
 from tests.selection import few_cases as few_cases
+from tests.selection import in_turn
 from tests.selection import some_cases as some_cases
 
 
@@ -107,18 +108,23 @@ def test_what_is_asked_for_nothing_compiles_nothing(sources: list[str]) -> None:
 
 
 ROTARY, NORM = ("BiasQKNormRotary", "BiasQKNormRotaryBackward"), ("BiasQKNorm", "BiasQKNormBackward")
-PLACES = [
-    *itertools.product(ROTARY, ("bias norm rotary", "norm rotary", "bias rotary", "rotary")),
-    *itertools.product(NORM, ("bias norm", "norm")),
+PLACES = [  # each fusion in each dtype somewhere, all everywhere under --full
+    (kind, names, in_turn(i))
+    for kinds, places in (
+        (ROTARY, ("bias norm rotary", "norm rotary", "bias rotary", "rotary")),
+        (NORM, ("bias norm", "norm")),
+    )
+    for kind in kinds
+    for i, names in enumerate(places, kind.endswith("Backward"))
 ]
 
 
-@pytest.mark.parametrize(("kind", "names"), PLACES)
-def test_fusions_of_whole_heads(kind: str, names: str) -> None:
+@pytest.mark.parametrize(("kind", "names", "dtypes"), PLACES)
+def test_fusions_of_whole_heads(kind: str, names: str, dtypes: Sequence[torch.dtype]) -> None:
     fusion, rotary = getattr(fusions, kind), ops.RotaryEmbedding(2, 1, style="half")
     made = {"bias": ops.Bias(32), "norm": ops.QKNorm(8, 2, 1), "rotary": rotary}
     assert "c" in fusion.kernels
-    check_fusion(fusion, seeded_randn((5, 32), 0), *(made[name] for name in names.split()))
+    check_fusion(fusion, seeded_randn((5, 32), 0), *(made[name] for name in names.split()), dtypes=dtypes)
 
 
 @pytest.mark.parametrize("kind", ROTARY)
