@@ -109,7 +109,7 @@ def test_what_is_asked_for_nothing_compiles_nothing(sources: list[str]) -> None:
 
 ROTARY, NORM = ("BiasQKNormRotary", "BiasQKNormRotaryBackward"), ("BiasQKNorm", "BiasQKNormBackward")
 PLACES = [  # each fusion in each dtype somewhere, all everywhere under --full
-    (kind, names, in_turn(i))
+    (kind, names, in_turn((i + 1) // 2))
     for kinds, places in (
         (ROTARY, ("bias norm rotary", "norm rotary", "bias rotary", "rotary")),
         (NORM, ("bias norm", "norm")),
