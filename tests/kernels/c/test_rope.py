@@ -108,14 +108,14 @@ def test_what_is_asked_for_nothing_compiles_nothing(sources: list[str]) -> None:
 
 
 ROTARY, NORM = ("BiasQKNormRotary", "BiasQKNormRotaryBackward"), ("BiasQKNorm", "BiasQKNormBackward")
-PLACES = [  # each fusion in each dtype somewhere, all everywhere under --full
-    (kind, names, in_turn((i + 1) // 2))
+PLACES = [  # a bias and a norm meet each dtype in each pass, all places do under --full
+    (kind, names, in_turn((i + 1) // 2 + kind.endswith("Backward")))
     for kinds, places in (
         (ROTARY, ("bias norm rotary", "norm rotary", "bias rotary", "rotary")),
         (NORM, ("bias norm", "norm")),
     )
     for kind in kinds
-    for i, names in enumerate(places, kind.endswith("Backward"))
+    for i, names in enumerate(places)
 ]
 
 
