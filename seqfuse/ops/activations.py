@@ -62,6 +62,9 @@ class Clamp(sf.Pointwise):
     Args:
         limit: the largest absolute value.
         offset: added after clamping.
+
+    Raises:
+        ValueError: for a negative limit.
     """
 
     autocast = "same"
@@ -69,6 +72,8 @@ class Clamp(sf.Pointwise):
 
     def __init__(self, limit: float, offset: float = 0.0) -> None:
         super().__init__()
+        if not limit >= 0:
+            raise ValueError(f"limit must not be negative, got {limit}")
         self.limit, self.offset = float(limit), float(offset)
 
     @property

@@ -25,6 +25,7 @@ MADE: list[tuple[Callable[[], Any], str]] = [
     (lambda: ops.CrossAttention(2, dropout=2.0), "dropout must be"),
     (lambda: ops.CrossAttention(2, softcap=0.0), "softcap must be"),
     (lambda: ops.Dropout(-0.1), "p must be between 0 and 1"),
+    (lambda: ops.Clamp(-1.0), "limit must not be negative, got -1.0"),
     (lambda: ops.Dropout(1.1), "p must be between 0 and 1"),
     (lambda: ops.Dropout(math.nan), "p must be between 0 and 1"),
     (lambda: ops.Dropout(0.5, cast(Any, "inplace")), "mode must be"),
