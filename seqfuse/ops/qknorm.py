@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
 import torch
@@ -12,6 +13,9 @@ from ..casts import dtype_of
 from ..env import Env
 from ._parameters import parameter
 from ._tensors import check_last, floating, rows_summed, stats_dtype, unflatten
+
+_aten: Any = torch.ops.aten
+_layer_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten.native_layer_norm_backward.default._op
 
 
 class QKNorm(sf.UnfusedOperation):
@@ -102,12 +106,61 @@ class QKNorm(sf.UnfusedOperation):
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         q_weight, k_weight = parameter(self, "q_weight"), parameter(self, "k_weight")
+        if self._by_torch(x, q_weight, k_weight):
+            return self._layer_norms(x, q_weight, k_weight)
         normed, rstd, mean = self._normed(x, q_weight, k_weight)
         y, known = torch.empty_like(x, memory_format=torch.contiguous_format), self.heads + self.kv_heads
         out = unflatten(y, -1, -1, self.head_dim)
         out[..., :known, :] = normed
         out[..., known:, :] = unflatten(x, -1, -1, self.head_dim)[..., known:, :]
         return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight, mean=mean)
+
+    def _by_torch(self, x: Tensor, *weights: Tensor | None) -> bool:
+        """Whether torch's LayerNorm on a CPU computes each pass: four passes over memory instead of twenty."""
+        if self.kind != "layer" or self.full_width or x.device.type != "cpu":
+            return False
+        own = *weights, parameter(self, "q_bias"), parameter(self, "k_bias")
+        return x.dtype is stats_dtype(x) and all(t is None or t.dtype is x.dtype for t in own)
+
+    def _layer_norms(self, x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None) -> tuple[Tensor, Saved]:
+        *parts, values = self._parts(x)
+        biases, made = (parameter(self, "q_bias"), parameter(self, "k_bias")), list[tuple[Tensor, Tensor, Tensor]]()
+        for t, weight, bias in zip(parts, (q_weight, k_weight), biases, strict=True):
+            made.append(torch.native_layer_norm(t, (self.head_dim,), self._one_gain(weight), bias, self.eps))
+        (q, q_mean, q_rstd), (k, k_mean, k_rstd) = made
+        mean, rstd = (torch.cat(each, -2).squeeze(-1) for each in ((q_mean, k_mean), (q_rstd, k_rstd)))
+        y = torch.cat((q, k, values), -2).flatten(-2)
+        return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight, mean=mean)
+
+    def _layer_norm_grads(
+        self, dy: Tensor, saved: Saved, mean: Tensor, weights: Sequence[Tensor | None], needs: frozenset[str]
+    ) -> tuple[Tensor | None, sf.Grads]:
+        *d_parts, d_values = self._parts(dy)
+        parts, each, wanted = self._parts(saved.x), (self.heads, self.kv_heads), "x" in needs
+        means, rstds = (t.unsqueeze(-1).split_with_sizes(each, -2) for t in (mean, saved.rstd))
+        grads: dict[str, Tensor | None] = {}
+        dx: list[Tensor] = []
+        for i, prefix in enumerate("qk"):
+            gain = self._one_gain(weights[i])
+            if gain is None and f"{prefix}_weight" in needs:
+                gain = mean.new_ones(self.head_dim)  # where dx is not needed, only its shape and dtype are read
+            d, mask = d_parts[i].contiguous(), [wanted, f"{prefix}_weight" in needs, False]
+            # ATen's kernel reads contiguous statistics.
+            read = parts[i], (self.head_dim,), means[i].contiguous(), rstds[i].contiguous(), gain, None
+            d_in, d_weight, _ = _layer_norm_backward(d, *read, mask)
+            if mask[1]:
+                grads[f"{prefix}_weight"] = d_weight
+            if f"{prefix}_bias" in needs:
+                grads[f"{prefix}_bias"] = rows_summed(d, 1)
+            dx.append(d_in)
+        return torch.cat((*dx, d_values), -2).flatten(-2) if wanted else None, grads
+
+    def _parts(self, t: Tensor) -> Sequence[Tensor]:
+        """The heads of queries, keys and values."""
+        return unflatten(t, -1, -1, self.head_dim).split_with_sizes((self.heads, self.kv_heads, self.kv_heads), -2)
+
+    def _one_gain(self, weight: Tensor | None) -> Tensor | None:
+        return weight + 1 if weight is not None and self.zero_centered else weight
 
     def _normed(
         self, x: Tensor, q_weight: Tensor | None, k_weight: Tensor | None
@@ -127,6 +180,9 @@ class QKNorm(sf.UnfusedOperation):
         return t if bias is None else t + bias, rstd, mean
 
     def bwd(self, dy: Tensor, saved: Saved, *, needs: frozenset[str]) -> tuple[Tensor | None, sf.Grads]:
+        weights = (saved.q_weight, saved.k_weight) if "x" in needs else (None, None)
+        if saved.mean is not None and dy.dtype is saved.x.dtype and self._by_torch(dy, *weights):
+            return self._layer_norm_grads(dy, saved, saved.mean, weights, needs)
         x, rstd, known = saved.x, self._spread(saved.rstd), self.heads + self.kv_heads
         d = unflatten(dy, -1, -1, self.head_dim)[..., :known, :]
         xhat = unflatten(x, -1, -1, self.head_dim)[..., :known, :]
@@ -140,7 +196,7 @@ class QKNorm(sf.UnfusedOperation):
                     grads[name] = rows_summed(t[..., part, :].to(rstd.dtype), over).flatten().to(own)
         if "x" not in needs:
             return None, grads
-        gain = self._gain(saved.q_weight, saved.k_weight, rstd.dtype)
+        gain = self._gain(*weights, rstd.dtype)
         g = d.to(rstd.dtype)
         if gain is not None:
             g, product = g * gain, product * gain
