@@ -32,6 +32,7 @@ from ..plan import MODES, AnyChoice, Budget, flatten, recipe_at
 from ..recipes import Recipe, check_recipe
 from ..run import Sequential
 from . import UNQUANTIZED, dynamo
+from .applied import run_as_code
 from .buffers import Buffers
 from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of
 from .effects import is_state
@@ -290,6 +291,7 @@ class ChainBackend:
         for report in rewrite(gm, self.options, f"graph {next(self._numbers)}"):
             self.graphs.append(dataclasses.replace(report, captured=captured, **about))
         if self.then is None:
+            run_as_code(gm)
             # Otherwise Dynamo's module would compile its code in the first call, and print it if that raises.
             _LazyGraphModule.force_recompile(gm)
             return buffers.checked(gm.forward, self.missed)

@@ -1,0 +1,54 @@
+"""Custom autograd functions in captured graphs, run as generated code instead of by torch's interpreter of graphs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.fx import GraphModule
+
+from .graph import name_of
+
+
+def run_as_code(gm: GraphModule) -> None:
+    """Replace calls of `autograd_function_apply` in a graph and its bodies; the code of the graphs is not renewed.
+
+    Torch interprets both bodies node by node in each call, which takes several times as long as small operations.
+    """
+    for module in gm.modules():
+        if isinstance(module, GraphModule):
+            for node in module.graph.nodes:
+                if node.op == "call_function" and name_of(node) == "autograd_function_apply":
+                    node.target = applied
+            module.recompile()
+
+
+def applied(fwd: GraphModule, bwd: GraphModule, *args: Any, **indices: Sequence[int]) -> Any:
+    """The result of a custom autograd function, from the graphs of its passes; `fwd` also returns what is saved."""
+    return _Applied.apply([], fwd, bwd, indices, *args)  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
+
+
+class _Applied(torch.autograd.Function):
+    @staticmethod
+    def forward(kept: list[Any], fwd: GraphModule, bwd: GraphModule, indices: Any, *args: Any) -> Any:
+        output, saved = fwd(*args)
+        kept.extend(saved)
+        return output
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+        ctx.kept, _, ctx.bwd, indices = inputs[:4]
+
+        def chosen(of: Iterable[int]) -> list[Any]:
+            return [output if isinstance(output, torch.Tensor) else output[i] for i in of]
+
+        if dirty := indices.get("dirty_idx"):
+            ctx.mark_dirty(*chosen(dirty))
+        if constant := indices["non_differentiable_idx"]:
+            ctx.mark_non_differentiable(*chosen(constant))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        made = ctx.bwd(*grads, *ctx.kept)
+        return None, None, None, None, *(made if isinstance(made, tuple | list) else (made,))

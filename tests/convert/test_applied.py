@@ -1,0 +1,102 @@
+"""Custom autograd functions in converted models."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.fx import Interpreter
+
+import seqfuse as sf
+from seqfuse.testing import assert_bitwise_equal, seeded_randn
+
+
+class Scaled(torch.autograd.Function):
+    """A number as an argument, two results, of which one has no gradient, and a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, y: Tensor, factor: float) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(x, y)
+        ctx.factor, signs = factor, torch.sign(x)
+        ctx.mark_non_differentiable(signs)
+        return x * y * factor, signs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        x, y = ctx.saved_tensors
+        return grads[0] * y * 2 * ctx.factor, (grads[0] * x).sum(0), None
+
+
+class Clipped(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.clamp(-1, 1)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0]
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.scale = nn.Linear(8, 12), nn.Linear(12, 8), nn.Parameter(seeded_randn((12,), 3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, signs = Scaled.apply(torch.relu(self.up(x)), self.scale, 0.7)  # pyright: ignore
+        return self.down(Clipped.apply(x) + signs)  # pyright: ignore
+
+
+def passes(model: nn.Module, x: Tensor) -> list[Tensor | None]:
+    x = x.clone().requires_grad_()
+    y = model(x)
+    y.backward(seeded_randn(tuple(y.shape), 5), retain_graph=True)
+    once = [t.grad.clone() for t in (x, *model.parameters()) if t.grad is not None]
+    y.backward(seeded_randn(tuple(y.shape), 6))
+    return [y, *once, x.grad, *(p.grad for p in model.parameters())]
+
+
+@pytest.mark.parametrize("freeze", [lambda m: None, lambda m: m.scale.requires_grad_(False)], ids=["all", "frozen"])
+def test_gradients_are_those_of_the_function(freeze: Callable[[Net], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, x = Net(), seeded_randn((5, 8), 0)
+    freeze(model)
+    other = copy.deepcopy(model)
+    sf.convert(other)
+    passes(other, x)  # torch interprets the bodies once, as it captures them
+    other.zero_grad()
+    monkeypatch.setattr(Interpreter, "run", lambda *_: pytest.fail("torch's interpreter ran"))
+    wanted = passes(model, x)
+    torch.testing.assert_close(passes(other, x), wanted)
+    other.zero_grad()
+    torch.testing.assert_close(passes(other, x), wanted)
+    with torch.no_grad():
+        assert_bitwise_equal(other(x), model(x))
+
+
+def test_a_result_that_is_changed_in_place() -> None:
+    class Added(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.mark_dirty(x)
+            return x.add_(1)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return grads[0] * 3
+
+    class Changing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 8), nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(torch.tanh(Added.apply(self.up(x))))  # pyright: ignore
+
+    model, x = Changing(), seeded_randn((5, 8), 0)
+    other = copy.deepcopy(model)
+    sf.convert(other)
+    torch.testing.assert_close(passes(other, x), passes(model, x))
