@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -25,23 +26,40 @@ POINTWISE = (
     r"|bias,store,gelu bf16\+fp32 \S+"
     r"|dropout\[0.1\],bias,gelu,dropout\[0.2\],scale\[2\] (bf16|fp32) \S+)$"
 )
+NORM = r"( bf16|\S+act bf16) (1024|16384|1001) "
+HEADS = r"(positions|norm|norm,cos|cos by pair) bf16 (128 half 128|128 interleaved|80|127|96) "
+LOSS = r"(ahead (bf16 (262144|50257)|fp64 (1024|50257))|all loss fp32 262144|given fp16 100|bf16 1)$"
+ATTENTION = r"attention \w+ (bf16 (64 dropout|128|128 packed|256 softcap)|fp16 128 float|fp32 64 bool)$"
+# By name the module, its variants, how many there are for a GPU, and those whose loads and stores are few and wide.
+VARIANTS: dict[str, tuple[str, str, int, str | None]] = {
+    "chains": ("pointwise", POINTWISE, 11, "^(?!.*odd)"),
+    "LayerNorm": ("norm", "^layernorm" + NORM, 14, "^(?!.*( 1001 | sums ))"),
+    "RMSNorm": ("norm", "^rmsnorm" + NORM, 14, "^(?!.*( 1001 | sums ))"),
+    "heads": ("rope", HEADS, 40, None),
+    "cross-entropy": ("crossentropy", LOSS, 13, "262144"),
+    "decoding": ("decode", r"bf16 128|fp32 \d+ group", 17, None),
+    "grouped GEMMs": ("grouped", "", 70, "^(?!.*odd)"),
+    "attention": ("attention", ATTENTION, 18, None),
+    "router": ("route", "", 48, None),
+    "permutation": ("permute", "", 102, "^(?!.*(odd| 1 top))"),
+}
 
 
-def test_point_wise_chains_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
-    for one in compiled("pointwise", POINTWISE, 11):
-        assert one.spills == 0, one
-        # The others are the seed and a row of partial sums.
-        if one.target.startswith("sm_") and "odd" not in one.variant:
-            assert one.wide > one.narrow, one
-
-
-@pytest.mark.parametrize("kind", ["layernorm", "rmsnorm"])
-def test_norms_compile_without_spills(kind: str, compiled: Callable[..., list[Compiled]]) -> None:
-    only = rf"^{kind}( bf16|\S+act bf16) (1024|16384|1001) "
-    for one in compiled("norm", only, 14):
-        assert one.spills == 0, one
-        if one.target.startswith("sm_") and " 1001 " not in one.variant and " sums " not in one.variant:
-            assert one.wide > one.narrow, one
+@pytest.mark.parametrize("name", VARIANTS)
+def test_kernels_compile_without_spills(name: str, compiled: Callable[..., list[Compiled]]) -> None:
+    module, only, count, wide = VARIANTS[name]
+    for one in compiled(module, only, count):
+        nvidia = one.target.startswith("sm_")
+        if nvidia or module not in ("attention", "rope"):
+            assert one.spills == 0, one
+        elif module == "rope":
+            # There, heads of an odd size keep six scalars in lanes of vector registers; none is spilled to memory.
+            assert one.spills <= 6 * (" 127 " in one.variant), one
+        if nvidia and wide is not None and re.search(wide, one.variant):
+            # Narrow are the seed, partial sums, and values of which a row has one: target, logit there, results.
+            narrow = {"pointwise": one.wide - 1, "norm": one.wide - 1, "crossentropy": 5}.get(module, one.narrow)
+            assert one.wide > 0, one
+            assert one.narrow <= narrow, one
 
 
 def test_sums_over_rows_compile() -> None:

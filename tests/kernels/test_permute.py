@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
@@ -18,7 +17,6 @@ from seqfuse.ops import experts
 from seqfuse.testing import check_op, in_regime, seeded_randn
 from seqfuse.testing.judge import judge
 from tests.selection import few_cases as few_cases
-from tools.compiled import Compiled
 
 from .conftest import DEVICE
 
@@ -227,17 +225,3 @@ def test_a_router_refuses_what_does_not_fit(changed: dict[str, Tensor], message:
     given = {"d_probs": torch.zeros(5, 2), "logits": torch.zeros(5, 6), "experts": torch.zeros(5, 2).long()} | changed
     with pytest.raises(ValueError, match=message):
         route.route_gradients(**given)
-
-
-@pytest.mark.triton
-def test_kernels_of_a_router_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
-    for one in compiled("route", "", 48):
-        assert one.spills == 0, one
-
-
-@pytest.mark.triton
-def test_kernels_compile_without_spills(compiled: Callable[..., list[Compiled]]) -> None:
-    for one in compiled("permute", "", 102):
-        assert one.spills == 0, one
-        if one.target.startswith("sm_") and "odd" not in one.variant and " 1 top" not in one.variant:
-            assert one.wide > 0, one

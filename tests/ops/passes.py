@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections.abc import Iterable, Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -22,27 +23,21 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 # Operations that take any x; the others have their own tests.
 _PICKY = (
-    "Attention",
-    "CrossAttention",
-    "Embedding",
-    "GELU",
-    "GroupedLinear",
-    "Permute",
-    "PositionEmbedding",
-    "QKNorm",
-    "L2Norm",
-    "Residual",
-    "Route",
-    "RotaryEmbedding",
-    "ScaledSwiGLU",
-    "TokenScale",
-    "Unpermute",
-)
+    "Attention", "CrossAttention", "Embedding", "GELU", "GroupedLinear", "Permute", "PositionEmbedding", "QKNorm",
+    "L2Norm", "Residual", "Route", "RotaryEmbedding", "ScaledSwiGLU", "TokenScale", "Unpermute",
+)  # fmt: skip
 NAMES = tuple(name for name in ops.__all__ if name not in _PICKY)
 
 
 def example(name: str, x: Tensor) -> sf.UnfusedOperation:
     return getattr(ops, name).example(x)
+
+
+def randomized(module: Any) -> Any:
+    """The module with signed random parameters."""
+    for i, parameter in enumerate(module.parameters()):
+        parameter.data = seeded_randn(tuple(parameter.shape), 20 + i, dtype=parameter.dtype)
+    return module
 
 
 def own_parameters(op: sf.UnfusedOperation) -> dict[str, Tensor]:

@@ -8,6 +8,7 @@ import torch
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
+from tests.ops.passes import randomized
 
 
 def test_adds_and_hands_dy_to_both():
@@ -53,12 +54,6 @@ def test_the_name_of_a_fork_is_the_channel():
     assert ops.Fork().channels == {"out": None}
     assert ops.Fork("skip").channels == {"out": "skip"}
     assert (repr(ops.Fork()), repr(ops.Fork("skip"))) == ("Fork()", "Fork('skip')")
-
-
-def randomized(model: sf.Sequential) -> sf.Sequential:
-    for i, parameter in enumerate(model.parameters()):
-        parameter.data = seeded_randn(tuple(parameter.shape), 20 + i)
-    return model
 
 
 def agrees(model: sf.Sequential, x: torch.Tensor, wanted, **channels: torch.Tensor) -> None:

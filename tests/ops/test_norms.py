@@ -11,7 +11,7 @@ from torch import nn
 from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal, in_regime, seeded_randn
 
-from .passes import by_passes, check_needs, check_passes, check_twin, example
+from .passes import by_passes, check_needs, check_passes, check_twin, example, randomized
 
 F32, F64 = torch.float32, torch.float64
 HALF = (torch.bfloat16, torch.float16)
@@ -24,12 +24,6 @@ EPS = [(ops.LayerNorm, {"eps": 0.1}), (ops.RMSNorm, {"eps": 0.1})]
 
 def twin(kind: type[Norm]) -> Any:
     return getattr(nn, kind.__name__)
-
-
-def randomized(op: Any) -> Any:
-    for position, parameter in enumerate(op.parameters()):
-        parameter.data = seeded_randn(tuple(parameter.shape), 20 + position, dtype=parameter.dtype)
-    return op
 
 
 @pytest.mark.parametrize(("kind", "how"), [*FORMS, *EPS], ids=str)

@@ -13,7 +13,7 @@ import seqfuse as sf
 from seqfuse import env, hardware, ops
 from seqfuse.ops import _mm
 from seqfuse.testing import LAYOUTS, check_op, laid_out, seeded_randn
-from tests.ops.test_widened import PRODUCTS, gemms, gradients, model
+from tests.ops.test_widened import PRODUCTS, gemms, gradients, into_a_slice, model
 
 pytestmark = pytest.mark.skipif(
     not torch.backends.mkldnn.is_available() or not hasattr(torch.ops.mkldnn, "_linear_pointwise"),
@@ -50,9 +50,9 @@ def drawn(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float32) -> Ten
     return seeded_randn(shape, seed, dtype=dtype)
 
 
-def close(y: Tensor, exact: Tensor, terms: Tensor) -> bool:
+def close(y: Tensor, exact: Tensor, terms: Tensor) -> None:
     """A sum in float32 of terms of this size."""
-    return bool(((y.double() - exact).abs() <= 2**-20 * terms).all())
+    assert bool(((y.double() - exact).abs() <= 2**-20 * terms).all())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -61,20 +61,14 @@ def test_each_product(name: str, layout: str, calls: list[Any]) -> None:
     a, b, c = laid_out(drawn(40, 300), layout), laid_out(drawn(300, 24, seed=1), layout), drawn(40, 24, seed=2)
     y, exact = PRODUCTS[name](a, b, c)
     assert y.dtype is torch.float32
-    assert close(y, exact, 8 * (a.double().abs() @ b.double().abs()) + c.double().abs())
+    close(y, exact, 8 * (a.double().abs() @ b.double().abs()) + c.double().abs())
     plain = all(1 in t.stride() and 0 not in t.stride() for t in (a, b)) and "scaled" not in name
     assert calls == [(40, 24)] * ((3 if name == "sum" else 1) if plain else 0)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_a_product_into_a_slice(layout: str) -> None:
-    x, weight, bias = laid_out(drawn(40, 96), layout), laid_out(drawn(24, 96, seed=1), layout), drawn(24, seed=2)
-    for shift in (None, bias):
-        out = torch.full((40, 40), 7.0)
-        _mm.linear_into(out[:, 8:32], x, weight, shift)
-        exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
-        assert close(out[:, 8:32], exact, F.linear(x.double().abs(), weight.double().abs()) + 4)
-        assert bool((out[:, :8] == 7).all() and (out[:, 32:] == 7).all())
+    into_a_slice(layout, torch.float32, close)
 
 
 def test_nan_and_inf_stay() -> None:

@@ -9,13 +9,7 @@ import torch.nn.functional as F
 from seqfuse import ops
 from seqfuse.testing import assert_bitwise_equal, check_op, seeded_randn
 
-from .passes import check_needs, check_passes
-
-
-def randomized(op: ops.QKNorm) -> ops.QKNorm:
-    for i, parameter in enumerate(op.parameters()):
-        parameter.data = seeded_randn(tuple(parameter.shape), 20 + i, dtype=parameter.dtype)
-    return op
+from .passes import check_needs, check_passes, randomized
 
 
 @pytest.mark.parametrize("affine", [True, False])

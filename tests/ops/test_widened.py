@@ -69,15 +69,20 @@ def test_each_product_is_rounded_once(name: str, layout: str) -> None:
     within_half_an_ulp(y, exact, 8 * (a.double().abs() @ b.double().abs()) + c.double().abs())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_product_into_a_slice(layout: str) -> None:
-    x, weight, bias = laid_out(drawn(40, 96), layout), laid_out(drawn(24, 96, seed=1), layout), drawn(24, seed=2)
+def into_a_slice(layout: str, dtype: torch.dtype, compare: Callable[[Tensor, Tensor, Tensor], None]) -> None:
+    x, weight, bias = (drawn(*shape, seed=i, dtype=dtype) for i, shape in enumerate(((40, 96), (24, 96), (24,))))
+    x, weight = laid_out(x, layout), laid_out(weight, layout)
     for shift in (None, bias):
-        out = torch.full((40, 40), 7.0, dtype=BF16)
+        out = torch.full((40, 40), 7.0, dtype=dtype)
         _mm.linear_into(out[:, 8:32], x, weight, shift)
         exact = F.linear(x.double(), weight.double(), None if shift is None else shift.double())
-        within_half_an_ulp(out[:, 8:32], exact, F.linear(x.double().abs(), weight.double().abs()) + 4)
+        compare(out[:, 8:32], exact, F.linear(x.double().abs(), weight.double().abs()) + 4)
         assert bool((out[:, :8] == 7).all() and (out[:, 32:] == 7).all())
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_a_product_into_a_slice(layout: str) -> None:
+    into_a_slice(layout, BF16, within_half_an_ulp)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64], ids=str)
