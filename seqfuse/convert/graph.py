@@ -135,8 +135,12 @@ def example(node: Any) -> Tensor | None:
 
 def is_plain(value: Any) -> TypeGuard[Tensor]:
     """Whether a value is a tensor, and neither a DTensor nor one of `torch.func`."""
-    plain = isinstance(value, Tensor) and not is_dtensor(value)
-    return plain and not _functorch.is_functorch_wrapped_tensor(value)
+    return isinstance(value, Tensor) and not is_dtensor(value) and not is_transformed(value)
+
+
+def is_transformed(value: Any) -> bool:
+    """Whether a value is a tensor within a transform of `torch.func`."""
+    return isinstance(value, Tensor) and _functorch.is_functorch_wrapped_tensor(value)
 
 
 def is_dtensor(value: Any) -> bool:

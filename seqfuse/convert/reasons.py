@@ -10,7 +10,7 @@ from torch import nn
 from torch.fx import Graph, Node
 
 from .chains import RaisedChain
-from .graph import argument, is_same, name_of, owner, spelled
+from .graph import argument, is_same, is_transformed, name_of, owner, spelled, value_of
 from .patterns.norm import is_root
 from .raising import Raised, Value, is_cheap
 
@@ -110,6 +110,8 @@ def kind_of_module(module: nn.Module) -> str | None:
 
 def _form(node: Node, kind: str) -> str:
     name = spelled(node) or name_of(node)
+    if any(is_transformed(value_of(n)) for n in (node, *node.all_input_nodes)):
+        return "it runs within a transform of torch.func"
     return _FORMS.get(name, f"no operation matches {name}" + (" here" if kind == "attention" else ""))
 
 

@@ -196,6 +196,23 @@ def test_a_neighbour_in_another_module_is_named_with_its_path_and_those_of_layer
     assert f"  left: GEMM linear in 1.0, 2.0: {alone}: {said}" in str(conversion).splitlines()
 
 
+def test_calls_within_a_transform_of_torch_func_say_so():
+    class Each(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
+
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.func.vmap(lambda t: self.inner(t))(x)  # noqa: PLW0108
+
+    model = Each()
+    conversion = sf.convert(model)
+    model(ROWS.float())
+    (graph,) = conversion.graphs
+    reasons = {left.call: left.reason for left in graph.left}
+    assert reasons == dict.fromkeys(("layer_norm", "linear", "gelu"), "it runs within a transform of torch.func")
+
+
 def test_a_hook_that_is_set_after_the_capture_is_the_reason_why_modules_are_in_no_graph():
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 8)).double()
     conversion = sf.convert(model)
