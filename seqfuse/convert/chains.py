@@ -46,7 +46,7 @@ def chains_of(
         apart: operations that begin a chain.
         strict: whether in-place changes of all tensors count, not only of those that operations read or compute.
     """
-    touched = None if strict else {n for r in operations for n in (*r.inputs, *r.took)}
+    touched = None if strict else {n for r in operations for n in (*r.inputs, *r.ends)}
     state = states(graph.nodes, {r.out for r in operations}, touched)
     place = {node: i for i, node in enumerate(graph.nodes)}
     leaving = returned(graph)

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import itertools
 import operator
 import re
-from collections.abc import Container, Iterable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
@@ -43,16 +46,32 @@ def in_place(node: Node) -> bool:
         return target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
     if isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
         return False
-    if node.kwargs.get("out") is not None or node.kwargs.get("inplace"):
+    if node.kwargs.get("out") is not None or argument(node, _place_of_inplace(target), "inplace"):
         return True
     name = _name(node)
     if target in _OPERATORS:
         return False
-    if name in _IN_PLACE or (name == "dropout" and argument(node, 3, "inplace", False)):
+    if name.strip("_") in _IN_PLACE:  # `__iadd__`, too
         return True
     if node.op == "call_function" and name not in _MODES and _SWITCH.match(name) is not None:
         return True
     return name.endswith("_") and not name.endswith("__")
+
+
+def _place_of_inplace(target: Any) -> int:
+    """The position of the argument `inplace` of a function of torch; behind all others if it has none."""
+    return _by_place(target) if getattr(target, "__module__", None) == "torch.nn.functional" else _NO_PLACE
+
+
+@functools.lru_cache(1024)
+def _by_place(function: Callable[..., Any]) -> int:
+    try:
+        return [*inspect.signature(function).parameters].index("inplace")
+    except (TypeError, ValueError):  # without a signature, or without this argument
+        return _NO_PLACE
+
+
+_NO_PLACE = sys.maxsize
 
 
 def _picks_kernels(node: Node) -> bool:
@@ -118,6 +137,13 @@ def views_are_changed(node: Node) -> bool:
                 seen.add(user)
                 stack.append(user)
     return False
+
+
+def readers_after(change: Node, place: Mapping[Node, int]) -> set[Node]:
+    """The calls that read a tensor, or a view of it, after a call that changes it, but not as that call's result."""
+    changed, at = _changed(change), place[change]
+    before = [node for node in place if place[node] < at and not changed.isdisjoint({None, _memory(node)})]
+    return {user for node in before for user in node.users if place[user] > at}
 
 
 def leave(nodes: Sequence[Node]) -> bool:
@@ -214,7 +240,7 @@ class Effects:
         computing = {self._states[node].autocast for node in taken if is_same(node) is None}
         if len({state.grad for state in states}) > 1 or len(computing) > 1:
             return False
-        if any(in_place(node) and spelled(node) != "iadd" for node in taken):
+        if any(in_place(node) and (spelled(node) != "iadd" or self._is_seen(node, taken)) for node in taken):
             return False
         places = [self._place[node] for node in taken]
         for i, node, changed in self._changes:
@@ -223,6 +249,10 @@ class Effects:
                 if _meet({_memory(t) for node in before for t in (node, *node.all_input_nodes)}, changed):
                     return False
         return True
+
+    def _is_seen(self, change: Node, taken: set[Node]) -> bool:
+        """Whether a call that is not taken sees a change that is not made, since only taken ones read its result."""
+        return taken.issuperset(change.users) and not taken.issuperset(readers_after(change, self._place))
 
 
 class CannotOrder(Exception):

@@ -114,6 +114,28 @@ def changes_what_was_cloned(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def reads_scores_that_a_mask_was_added_to(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv(m, x)
+    before = (s := q @ k.mT).flatten(2)
+    s += m.w[:4]
+    return m.b(joined(s.softmax(-1) @ v)), before * 2
+
+
+def change_after_a_sum(name: str, change: Callable[[Tensor], object]) -> None:
+    def spelled(m: Layers, x: Tensor) -> Tensor:
+        total = (y := m.a(x)) + m.c(x)
+        change(y)
+        return m.b(F.layer_norm(total, (8,))) + F.gelu(m.c(y))
+
+    short(name, spelled)
+
+
+change_after_a_sum("leaky relu in place, by position", lambda y: F.leaky_relu(y, 0.1, True))
+change_after_a_sum("relu in place, by position", lambda y: F.relu(y, True))
+change_after_a_sum("a product in place, by its method", lambda y: y.__imul__(3))
+
+
+@spelling
 def changes_what_was_made_contiguous(m: Layers, x: Tensor) -> Tensor:
     z = (y := (m.a(x) * 1).transpose(0, 1)).contiguous()
     y.add_(1)

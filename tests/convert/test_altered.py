@@ -27,7 +27,8 @@ CAPTURED = (
     "quick gelu of another factor", "quick gelu of another tensor", "gelu of another factor",
     "changes_between_products", "writes_into_a_buffer", "makes_gates_without_gradients", "detaches",
     "names_its_arguments", "a gain made of data", "a weight made of others", "a learned mask", "groups side by side",
-    "RoPE with angles", "norms of several eps",
+    "RoPE with angles", "norms of several eps", "reads_scores_that_a_mask_was_added_to",
+    "leaky relu in place, by position", "relu in place, by position", "a product in place, by its method",
 )  # fmt: skip
 
 

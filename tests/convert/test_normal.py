@@ -184,6 +184,18 @@ def test_attention_by_hand_is_worth_a_chain_by_itself():
     assert operations(assert_same_recorded(Layers(spelling).double(), X)) == ["CrossAttention"]
 
 
+def test_a_sum_in_place_within_attention_ends_no_chain():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        q, k, v = qkv(m, F.layer_norm(x, (8,), m.w))
+        made = scores(q, k)
+        made += m.w[:4]
+        return x + m.c(joined(made.softmax(-1) @ v))
+
+    graph, *_ = assert_same(Layers(spelling).double(), X).graphs
+    (region,) = graph.regions
+    assert isinstance(region.model[1], sf.ops.LayerNorm)
+
+
 def test_heads_that_nobody_puts_side_by_side_are_views_of_attention():
     def spelling(m: Layers, x: Tensor) -> Tensor:
         y = F.scaled_dot_product_attention(*qkv(m, x))

@@ -203,7 +203,7 @@ def test_calls_within_a_transform_of_torch_func_say_so():
             self.inner = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 8), nn.GELU())
 
         def forward(self, x: Tensor) -> Tensor:
-            return torch.func.vmap(lambda t: self.inner(t))(x)  # noqa: PLW0108
+            return torch.func.vmap(lambda t: self.inner(t))(x)
 
     model = Each()
     conversion = sf.convert(model)

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ... import ops
+from ..effects import readers_after
 from ..experts import operations, unit_like
 from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
 from ..raising import META, Found, behind, in_turn, matcher
@@ -241,7 +242,7 @@ def functional(graph: Graph) -> None:
         later = [user for user in values.users if place[user] > place[node]]
         of = spelled(values.args[0]) if spelled(values) == "getitem" else spelled(values)
         if node.target is _DIVIDE_IN_PLACE and of in ("topk", "gather"):
-            if not later:
+            if not readers_after(node, place):
                 node.target = _DIVIDE
         elif (
             spelled(values) in _FRESH.get(node.target, ())
