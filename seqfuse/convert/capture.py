@@ -35,6 +35,7 @@ from . import UNQUANTIZED, dynamo
 from .applied import run_as_code
 from .buffers import Buffers
 from .calls import Calls, Captured, ModelCall, name_owners, named_modules, paths_of
+from .dtensor import shards_of
 from .effects import is_state
 from .experts import take_over
 from .reasons import Left, kind_of_module
@@ -176,6 +177,7 @@ def _check_recipe_fits(model: nn.Module, options: RewriteOptions) -> None:
         if type(module) is nn.Linear and isinstance(weight, Tensor) and not excluded(options.exclude, path):
             assert recipe is not None
             stands_for = ops.Linear(module.in_features, module.out_features, False, "meta", weight.dtype)
+            stands_for.shards = shards_of([weight])
             env = dataclasses.replace(Env.of(weight.device), dtype=weight.dtype, recipe=recipe)
             try:
                 recipe_at(flatten(stands_for), 0, weight.dtype, env)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,7 +14,7 @@ from torch.fx.node import map_arg
 
 from .. import ops
 from ..fake import is_fake
-from ..group import Redistribution, named, with_backward
+from ..group import ParameterShard, Redistribution, named, with_backward
 from ..ops.collectives import Collective
 from .effects import in_place, states
 from .graph import argument, is_dtensor, is_fixed, name_of, spelled, value_of
@@ -76,6 +76,18 @@ class _Layout(NamedTuple):
     group: str
     size: int
     placement: int | str
+
+
+def shards_of(weights: Sequence[Any]) -> dict[str, ParameterShard]:
+    """The `shards` of an operation with these weights: DTensors, or nodes of their shards. Empty for others."""
+    whole = [value_of(w.args[0]) if spelled(w) == "to_local" else w for w in weights]
+    layouts = {_layout_of(w) for w in whole}
+    layout = layouts.pop()
+    if layouts or layout is None or isinstance(layout.placement, str) or layout.size == 1:
+        return {}
+    sizes = tuple(w.shape[layout.placement] for w in whole)
+    parts = sizes if layout.placement == 0 else sizes[:1]
+    return {"weight": ParameterShard(named(layout.group), layout.placement, parts)}
 
 
 class _AsDTensor(nn.Module):
@@ -299,8 +311,11 @@ _ALONG_TOKENS = {*_EACH, "linear", "layer_norm", "rms_norm", "mean"}
 
 
 def _layout(node: Any) -> _Layout | None:
-    """The layout of a node's DTensor, if it is sharded evenly or not at all over a one-dimensional mesh."""
-    value = value_of(node)
+    return _layout_of(value_of(node))
+
+
+def _layout_of(value: Any) -> _Layout | None:
+    """The layout of a DTensor, if it is sharded evenly or not at all over a one-dimensional mesh."""
     if not is_dtensor(value) or value.device_mesh.ndim != 1:
         return None
     from torch.distributed.tensor import Shard

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import pytest
@@ -163,6 +164,44 @@ def shards_that_blocks_do_not_end_with() -> None:
         assert reason in " ".join(str(model.plan(x)).split())
 
 
+class Mlp(nn.Module):
+    def __init__(self, hidden: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.norm, self.down = nn.LayerNorm(64), nn.Linear(hidden, 64)
+        self.gate, self.up = nn.Linear(64, hidden, bias=False), nn.Linear(64, hidden, bias=False)
+        self.up.weight.data[-hidden // 4 :] *= 7
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        return self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+def converted_models_with_dtensors() -> None:
+    """Quantized with the codes of one process, or not quantized."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    plan: dict[str, Any] = {"gate": ColwiseParallel(), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    x, mesh = seeded_randn((33, 64), 5), init_device_mesh("cpu", (2,))
+    for recipe, quantized, said in [
+        (recipes.MXFP8(strict=True), True, "quantized by MXFP8 (emulated on cpu): gate, up, down"),
+        (recipes.Float8BlockScaling(), False, "32 of 64 is not a multiple of 128: gate, up, down"),
+        (recipes.Float8RowScaling(), False, "would have their own scales: gate, up, down"),
+    ]:
+        torch._dynamo.reset()
+        whole, model = Mlp(64), Mlp(64)
+        sf.convert(whole, recipe=recipe if quantized else None, exclude=())
+        parallelize_module(model, mesh, plan)
+        conversion = sf.convert(model, recipe=recipe, exclude=())
+        torch.testing.assert_close(model(x), whole(x), rtol=1e-5, atol=1e-5)
+        assert said in " ".join(str(conversion).split())
+        if not quantized:
+            conversion.undo()
+            with pytest.raises(sf.InputError, match=r"SF108 'down' .* is strict, and its weight is sharded"):
+                sf.convert(model, recipe=dataclasses.replace(recipe, strict=True), exclude=())
+
+
 def delayed_scales_are_those_of_all_processes() -> None:
     recipe = recipes.Float8DelayedScaling(history=3)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -188,7 +227,10 @@ def delayed_scales_are_those_of_all_processes() -> None:
 
 
 FACTS = Facts({
-    2: [delayed_scales_are_those_of_all_processes, tensor_parallel, shards_that_blocks_do_not_end_with],
+    2: [
+        delayed_scales_are_those_of_all_processes, tensor_parallel, shards_that_blocks_do_not_end_with,
+        converted_models_with_dtensors,
+    ],
     3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
     5: [fsdp_with_empty_shards],
 })  # fmt: skip

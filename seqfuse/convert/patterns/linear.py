@@ -12,6 +12,7 @@ from torch.fx import Node
 from ... import ops
 from ...operation import FusableOperation
 from ...ops.mergedlinear import MAX_PARTS
+from ..dtensor import shards_of
 from ..effects import Effects
 from ..graph import (
     argument,
@@ -42,6 +43,7 @@ def raise_linear(node: Node) -> Found:
     if bias is not None and ((b := example(bias)) is None or b.ndim != 1 or not same_size(b.shape[0], rows)):
         return None
     operation = ops.Linear(columns, rows, bias is not None, device=META, dtype=w.dtype)
+    operation.shards = shards_of([weight])
     return one(operation, x, node, weight=weight, bias=bias)
 
 
@@ -85,6 +87,7 @@ def merged(linears: list[Node], out: Inner) -> Raised | None:
         return None
     sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]
     made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
+    made.shards = shards_of(weights)
     given = {f"weight_{i}": w for i, w in enumerate(weights)} | {f"bias_{i}": b for i, b in enumerate(biases)}
     found = one(made, x, linears[0], **given)
     if not isinstance(found, list):
