@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
@@ -16,7 +15,8 @@ from seqfuse.fusions import (
 )
 from seqfuse.kernels import norm
 from seqfuse.testing import check_fusion, seeded_randn
-from tests.fusions.test_experts import BOUNDARIES, DTYPES, block, drawn, ordered
+from tests.fusions import test_experts as in_c
+from tests.fusions.test_experts import BOUNDARIES, DTYPES, assert_adds_to_buffers, block, drawn, ordered
 from tests.kernels.test_norm import in_chunks
 
 
@@ -30,10 +30,7 @@ def test_a_gemm_reads_tokens_where_they_are(biased: bool):
 def test_experts_are_summed_where_the_next_norm_begins(
     fusion: type[sf.FusedOperation], unpermute: ops.Unpermute, fork: bool, top_k: int
 ):
-    listed = unpermute, ops.Add("h"), *[ops.Fork("stream")] * fork, ops.LayerNorm(5)
-    given = {"h": seeded_randn((40, 5), 2), **ordered(40, top_k)}
-    given |= {} if unpermute.probs is None else {"probs": seeded_randn((40, top_k), 1)}
-    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=DTYPES, **given)
+    in_c.test_experts_are_summed_where_the_next_norm_begins(fusion, unpermute, fork, top_k, ops.LayerNorm(5), DTYPES)
 
 
 @pytest.mark.parametrize("sums", [True, False], ids=["sums", "sums apart"])
@@ -46,24 +43,11 @@ def test_rows_that_registers_do_not_hold(fusion: type[sf.FusedOperation], sums: 
 
 
 def test_factors_before_the_gemm_and_the_next_norm():
-    listed = ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute(), ops.Add("h"), ops.RMSNorm(5)
-    given = {"h": seeded_randn((20, 5), 2), "probs": seeded_randn((20, 2), 1), **ordered(20, 2)}
-    x = seeded_randn((20, 2, 12), 0)
-    check_fusion(GatedGroupedLinearUnpermuteBoundary, x, *listed, dtypes=DTYPES, **given)
+    in_c.test_factors_before_the_gemm_and_the_next_norm(ops.RMSNorm(5), False, 2, DTYPES, tokens=20)
 
 
 @pytest.mark.parametrize("fusion", [GatherGroupedLinear, GatedGroupedLinearUnpermuteBoundary])
 def test_gradients_of_weights_are_added_to_their_buffers(fusion: type[sf.FusedOperation]):
-    x, found = seeded_randn((64, 6), 0), list[list[Tensor]]()
     torch.manual_seed(0)
-    # On a CPU factors before the GEMM cost time.
     model = sf.Sequential(ops.Residual(*block(6, 8, 4, 2)), ops.RMSNorm(6), memory="lean")
-    for only in ((fusion,), ()):
-        for p in model.parameters():
-            p.main_grad = torch.ones_like(p)
-        with sf.fusing(only=only, on_error="raise"):
-            assert model.plan(x).count(fusion.__name__) == len(only)
-            model(x).pow(3).sum().backward()
-        assert all(p.grad is None for p in model.parameters())
-        found.append([p.main_grad for p in model.parameters()])  # pyright: ignore[reportArgumentType]
-    torch.testing.assert_close(*found, rtol=1e-4, atol=1e-4)
+    assert_adds_to_buffers(fusion, model, 3, rtol=1e-4, atol=1e-4)
