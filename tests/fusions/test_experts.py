@@ -110,16 +110,13 @@ def test_experts_are_summed_where_the_next_norm_begins(
 
 
 @pytest.mark.parametrize(
-    ("norm", "fork", "top_k", "dtypes", "tokens"),
-    [(NORMS[0], True, 2, in_turn(0), 40), (NORMS[1], False, 3, in_turn(1), 40)], ids=str,
-)  # fmt: skip
-def test_factors_before_the_gemm_and_the_next_norm(
-    norm: Any, fork: bool, top_k: int, dtypes: Sequence[torch.dtype], tokens: int
-):
+    ("norm", "fork", "top_k", "dtypes"), [(NORMS[0], True, 2, in_turn(0)), (NORMS[1], False, 3, in_turn(1))], ids=str
+)
+def test_factors_before_the_gemm_and_the_next_norm(norm: Any, fork: bool, top_k: int, dtypes: Sequence[torch.dtype]):
     listed = ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute(), ops.Add("h")
     listed = *listed, *[ops.Fork("stream")] * fork, norm
-    given = {"h": seeded_randn((tokens, 5), 2), "probs": seeded_randn((tokens, top_k), 1), **ordered(tokens, top_k)}
-    x = seeded_randn((tokens, top_k, 12), 0)
+    given = {"h": seeded_randn((40, 5), 2), "probs": seeded_randn((40, top_k), 1), **ordered(40, top_k)}
+    x = seeded_randn((40, top_k, 12), 0)
     check_fusion(GatedGroupedLinearUnpermuteBoundary, x, *listed, dtypes=dtypes, **given)
 
 

@@ -15,7 +15,6 @@ from seqfuse.fusions import (
 )
 from seqfuse.kernels import norm
 from seqfuse.testing import check_fusion, seeded_randn
-from tests.fusions import test_experts as in_c
 from tests.fusions.test_experts import BOUNDARIES, DTYPES, assert_adds_to_buffers, block, drawn, ordered
 from tests.kernels.test_norm import in_chunks
 
@@ -30,7 +29,10 @@ def test_a_gemm_reads_tokens_where_they_are(biased: bool):
 def test_experts_are_summed_where_the_next_norm_begins(
     fusion: type[sf.FusedOperation], unpermute: ops.Unpermute, fork: bool, top_k: int
 ):
-    in_c.test_experts_are_summed_where_the_next_norm_begins(fusion, unpermute, fork, top_k, ops.LayerNorm(5), DTYPES)
+    listed = unpermute, ops.Add("h"), *[ops.Fork("stream")] * fork, ops.LayerNorm(5)
+    given = {"h": seeded_randn((40, 5), 2), **ordered(40, top_k)}
+    given |= {} if unpermute.probs is None else {"probs": seeded_randn((40, top_k), 1)}
+    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=DTYPES, **given)
 
 
 @pytest.mark.parametrize("sums", [True, False], ids=["sums", "sums apart"])
@@ -43,7 +45,10 @@ def test_rows_that_registers_do_not_hold(fusion: type[sf.FusedOperation], sums: 
 
 
 def test_factors_before_the_gemm_and_the_next_norm():
-    in_c.test_factors_before_the_gemm_and_the_next_norm(ops.RMSNorm(5), False, 2, DTYPES, tokens=20)
+    listed = ops.SwiGLU(), ops.GroupedLinear(4, 6, 5, bias=False), ops.Unpermute(), ops.Add("h"), ops.RMSNorm(5)
+    given = {"h": seeded_randn((20, 5), 2), "probs": seeded_randn((20, 2), 1), **ordered(20, 2)}
+    x = seeded_randn((20, 2, 12), 0)
+    check_fusion(GatedGroupedLinearUnpermuteBoundary, x, *listed, dtypes=DTYPES, **given)
 
 
 @pytest.mark.parametrize("fusion", [GatherGroupedLinear, GatedGroupedLinearUnpermuteBoundary])
