@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import nn
@@ -37,14 +39,13 @@ def test_of_a_norm_that_is_multiplied_and_shifted():
     check_fusion(RecomputeHeads, x, *moved, parts(6, 6, 6, 6), ops.Attention(2, 2), dtypes=[torch.float32], **drawn)
 
 
-@pytest.mark.parametrize(
-    "inner",
-    [(ops.GeLU(),), (ops.SiLU(), ops.Dropout(0.3)), (ops.SwiGLU(),), (ops.SwiGLU(), ops.Dropout(0.3).eval())],
-    ids=str,
-)
-def test_of_an_activation(inner: tuple[nn.Module, ...]):
+ACTIVATIONS = [(ops.GeLU(),), (ops.SiLU(), ops.Dropout(0.3)), (ops.SwiGLU(),), (ops.SwiGLU(), ops.Dropout(0.3).eval())]
+
+
+@pytest.mark.parametrize(("inner", "dtypes"), [*zip(ACTIVATIONS, map(in_turn, range(4)), strict=True)], ids=str)
+def test_of_an_activation(inner: tuple[nn.Module, ...], dtypes: Sequence[torch.dtype]):
     width = 4 if isinstance(inner[0], sf.Gated) else 8
-    check_fusion(RecomputeActivation, seeded_randn((5, 8), 0), *inner, ops.Linear(width, 7))
+    check_fusion(RecomputeActivation, seeded_randn((5, 8), 0), *inner, ops.Linear(width, 7), dtypes=dtypes)
 
 
 def parts(width: int, *sizes: int, bias: bool = True) -> ops.MergedLinear:
@@ -68,15 +69,17 @@ def test_of_queries_keys_and_values_of_several_weights_with_all_inputs_and_outpu
 
 
 @pytest.mark.parametrize(
-    ("fusion", "list_"),
+    ("fusion", "list_", "dtypes"),
     [
-        (RecomputeNorm, (ops.RMSNorm(6), parts(6, 5, 3))),
-        (RecomputeActivation, (ops.GeLU(), ops.MergedLinear(6, (5, 1, 3), (True, False, True)))),
+        (RecomputeNorm, (ops.RMSNorm(6), parts(6, 5, 3)), in_turn(0)),
+        (RecomputeActivation, (ops.GeLU(), ops.MergedLinear(6, (5, 1, 3), (True, False, True))), in_turn(1)),
     ],
     ids=["norm", "activation"],
 )
-def test_before_several_weights(fusion: type[sf.FusedOperation], list_: tuple[nn.Module, ...]):
-    check_fusion(fusion, seeded_randn((5, 6), 0), *list_)
+def test_before_several_weights(
+    fusion: type[sf.FusedOperation], list_: tuple[nn.Module, ...], dtypes: Sequence[torch.dtype]
+):
+    check_fusion(fusion, seeded_randn((5, 6), 0), *list_, dtypes=dtypes)
 
 
 @pytest.mark.parametrize("merged", [parts(6, 8, 4, 4), ops.MergedLinear(6, (8, 4, 4))], ids=["apart", "one"])
