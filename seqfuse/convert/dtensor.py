@@ -79,15 +79,32 @@ class _Layout(NamedTuple):
 
 
 def shards_of(weights: Sequence[Any]) -> dict[str, ParameterShard]:
-    """The `shards` of an operation with these weights: DTensors, or nodes of their shards. Empty for others."""
-    whole = [value_of(w.args[0]) if spelled(w) == "to_local" else w for w in weights]
-    layouts = {_layout_of(w) for w in whole}
-    layout = layouts.pop()
-    if layouts or layout is None or isinstance(layout.placement, str) or layout.size == 1:
+    """The `shards` of an operation whose weights are DTensors, or nodes of their shards; empty for others.
+
+    Dimensions are those of the matrix of a `Linear`, or of each group of a `GroupedLinear`.
+    """
+    found = [sharded for weight in weights if (sharded := _sharded(weight)) is not None]
+    if not found:
         return {}
-    sizes = tuple(w.shape[layout.placement] for w in whole)
-    parts = sizes if layout.placement == 0 else sizes[:1]
-    return {"weight": ParameterShard(named(layout.group), layout.placement, parts)}
+    group, dim, parts = found[0]
+    parts = tuple(size for _, along, sizes in found for size in sizes if along == 0) if dim == 0 else parts
+    return {"weight": ParameterShard(named(group), dim, parts)}
+
+
+def _sharded(weight: Any) -> tuple[str, int, tuple[int, ...]] | None:
+    """The group over which a matrix is sharded, the dimension, and the sizes that are sharded separately."""
+    if turned := spelled(weight) == "transpose":
+        weight = weight.args[0]
+    value: Any = value_of(weight.args[0]) if spelled(weight) == "to_local" else weight
+    if not is_dtensor(value) or value.device_mesh.ndim != 1 or value.device_mesh.size() == 1:
+        return None
+    (placement,) = value.placements
+    at: int | None = getattr(placement, "dim", None)
+    if at is None or (dim := at % value.ndim - (value.ndim - 2)) < 0:  # whole experts
+        return None
+    times: int = getattr(placement, "split_factor", 1)  # of gate and up in one tensor
+    sizes = times * (int(value.shape[at]) // times,)
+    return value.device_mesh.get_group().group_name, 1 - dim if turned else dim, sizes
 
 
 class _AsDTensor(nn.Module):
@@ -311,11 +328,8 @@ _ALONG_TOKENS = {*_EACH, "linear", "layer_norm", "rms_norm", "mean"}
 
 
 def _layout(node: Any) -> _Layout | None:
-    return _layout_of(value_of(node))
-
-
-def _layout_of(value: Any) -> _Layout | None:
-    """The layout of a DTensor, if it is sharded evenly or not at all over a one-dimensional mesh."""
+    """The layout of a node's DTensor, if it is sharded evenly or not at all over a one-dimensional mesh."""
+    value = value_of(node)
     if not is_dtensor(value) or value.device_mesh.ndim != 1:
         return None
     from torch.distributed.tensor import Shard

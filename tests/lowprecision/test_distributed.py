@@ -202,6 +202,28 @@ def converted_models_with_dtensors() -> None:
                 sf.convert(model, recipe=dataclasses.replace(recipe, strict=True), exclude=())
 
 
+def sharded_experts_of_hugging_face() -> None:
+    """Not quantized, since each shard of an expert would have its own scale."""
+    import transformers
+    from torch.distributed.device_mesh import init_device_mesh
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    torch._dynamo.reset()
+    config = transformers.MixtralConfig(
+        vocab_size=32, hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=2,
+        num_key_value_heads=2, num_local_experts=2, num_experts_per_tok=2, use_cache=False,
+    )  # fmt: skip
+    model, experts = transformers.MixtralForCausalLM(config), "model.layers.0.mlp.experts"
+    styles = {"": "moe_tp_experts", ".gate_up_proj": "packed_colwise", ".down_proj": "rowwise"}
+    plan = {f"{experts}{name}": style for name, style in styles.items()}
+    apply_tensor_parallelism(model, init_device_mesh("cpu", (2,)), plan)
+    tokens = torch.arange(8)[None]
+    expected = model(tokens).logits
+    conversion = sf.convert(model, recipe=recipes.Float8CurrentScaling(), exclude=("lm_head", "gate", "self_attn"))
+    torch.testing.assert_close(model(tokens).logits, expected, rtol=1e-5, atol=1e-5)
+    assert f"would have their own scales: {experts}" in " ".join(str(conversion).split())
+
+
 def delayed_scales_are_those_of_all_processes() -> None:
     recipe = recipes.Float8DelayedScaling(history=3)
     rank, world = dist.get_rank(), dist.get_world_size()
@@ -229,7 +251,7 @@ def delayed_scales_are_those_of_all_processes() -> None:
 FACTS = Facts({
     2: [
         delayed_scales_are_those_of_all_processes, tensor_parallel, shards_that_blocks_do_not_end_with,
-        converted_models_with_dtensors,
+        converted_models_with_dtensors, sharded_experts_of_hugging_face,
     ],
     3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
     5: [fsdp_with_empty_shards],

@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.fx import Graph, Node
 
 from ... import ops
+from ..dtensor import shards_of
 from ..effects import readers_after
 from ..experts import operations, unit_like
 from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
@@ -36,6 +37,7 @@ def raise_mixture(node: Node, router: bool = True) -> Found:
     names = {"experts": channel(experts), "probs": channel(probs)}
     names |= {name: f"{name}_{node.name}" for name in ("offsets", "rows")}
     sequence = operations(shapes[0], shapes[1], chosen.shape[-1], up_bias is not None, unit, e.dtype, **names)
+    sequence[1].shards, sequence[3].shards = shards_of([up]), shards_of([down])
     parameters: Any = [{}, _given(up, up_bias), {}, _given(down, down_bias), {}]
     channels: Any = [{channel(experts): experts}, {}, {}, {}, {channel(probs): probs}]
     steps: list[Any] = [*zip(sequence, parameters, channels, strict=True)]
@@ -80,6 +82,7 @@ def raise_batched(node: Node) -> Found:
     route = ops.Route(width, count, 1, "sigmoid", False, biased, to=to, device=META, dtype=e.dtype)
     ups, downs = ({"weight": Writer(node)("transpose", given, -2, -1)} for given in (up, down))
     sequence = operations((count, inside, width), (count, width, hidden), 1, False, unit, e.dtype, **names, probs=None)
+    sequence[1].shards, sequence[3].shards = shards_of([*ups.values()]), shards_of([*downs.values()])
     given: Any = [{}, ups, {}, downs, {}]
     steps = [(route, _given(back(weight), bias)), (ops.TokenScale(to[1]),), *zip(sequence, given, strict=True)]
     return in_turn(steps, x, node, node)
