@@ -163,3 +163,11 @@ def tensor_of(out: Any) -> Tensor:
     if isinstance(out, Tensor):
         return out
     return next(value for value in (out.values() if hasattr(out, "values") else out) if isinstance(value, Tensor))
+
+
+def passes(model: Any, inputs: dict[str, Any]) -> dict[str, Tensor | None]:
+    """The output of a model, and the gradient of each parameter."""
+    y = tensor_of(model(**inputs))
+    model.zero_grad()
+    (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
+    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}

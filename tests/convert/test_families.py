@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import copy
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse.convert.rewrite import RewriteOptions
-from seqfuse.testing import seeded_randn
 
 from .comparing import assert_close
-from .families import FAMILIES, randomized, tensor_of
+from .families import FAMILIES, passes, randomized, tensor_of
 from .recording import Replayed
-
-
-def passes(model: nn.Module | Replayed, inputs: dict[str, Any]) -> dict[str, Tensor | None]:
-    y = tensor_of(model(**inputs))
-    model.zero_grad()
-    (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
-    return {"y": y.detach(), **{name: p.grad for name, p in model.named_parameters()}}
-
 
 # A graph that is recorded costs a tenth of one that Dynamo captures; these have what is recorded otherwise, or not at
 # all: outputs beside the one looked at, and tensors that are changed in place.

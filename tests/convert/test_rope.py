@@ -16,16 +16,11 @@ from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed
-from .spellings import operations
+from .spellings import half, operations
 
 ROWS, HEADS, SIZE = 5, 3, 4
 X = seeded_randn((2, ROWS, 12), 0).double()
 Turn = Callable[["Roped", Tensor], Tensor]
-
-
-def half(t: Tensor) -> Tensor:
-    h = t.shape[-1] // 2
-    return torch.cat((-t[..., h:], t[..., :h]), -1)
 
 
 def pairs(t: Tensor) -> Tensor:

@@ -106,12 +106,6 @@ def test_dropped_weights_of_attention_are_dropped_again():
     check_fusion(RecomputeHeads, seeded_randn((2, 5, 6), 0), *list_, dtypes=[torch.float32])
 
 
-def test_what_keeps_its_output_is_refused():
-    model = sf.Sequential(ops.ReLU(), ops.Linear(8, 8), fusions=RecomputeActivation, memory="lean")
-    (refusal,) = model.plan(seeded_randn((4, 8), 0).requires_grad_()).refused
-    assert refusal.reason == "ReLU saves its output, which the GEMM after it does too"
-
-
 class KeepsBoth(sf.Pointwise):
     class Saved(sf.Saved):
         x: torch.Tensor
@@ -125,10 +119,11 @@ class KeepsBoth(sf.Pointwise):
         return y, self.Saved(x=x, y=y)
 
 
-def test_what_keeps_its_output_beside_its_input_is_refused():
-    model = sf.Sequential(KeepsBoth(), ops.Linear(8, 8), fusions=RecomputeActivation, memory="lean")
+@pytest.mark.parametrize("act", [ops.ReLU(), KeepsBoth()], ids=["output", "input and output"])
+def test_what_keeps_its_output_is_refused(act: nn.Module):
+    model = sf.Sequential(act, ops.Linear(8, 8), fusions=RecomputeActivation, memory="lean")
     (refusal,) = model.plan(seeded_randn((4, 8), 0).requires_grad_()).refused
-    assert refusal.reason == "KeepsBoth saves its output, which the GEMM after it does too"
+    assert refusal.reason == f"{type(act).__name__} saves its output, which the GEMM after it does too"
 
 
 @pytest.mark.parametrize(

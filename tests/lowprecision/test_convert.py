@@ -14,6 +14,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
+from tests.convert import families
 from tests.convert.families import FAMILIES, randomized, tensor_of
 
 from .named import RECIPES, named
@@ -22,10 +23,7 @@ pytest.importorskip("transformers")
 
 
 def passes(model: nn.Module, inputs: dict[str, Any]) -> dict[str, Tensor]:
-    y = tensor_of(model(**inputs))
-    model.zero_grad()
-    (y * seeded_randn(tuple(y.shape), 9)).sum().backward()
-    return {"y": y.detach(), **{n: p.grad for n, p in model.named_parameters() if p.grad is not None}}
+    return {name: t for name, t in families.passes(model, inputs).items() if t is not None}
 
 
 class Quantized(nn.Module):

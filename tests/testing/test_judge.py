@@ -203,17 +203,16 @@ def test_right_results_of_a_deep_model_agree_over_many_draws_and_not_in_each():
     assert alarms >= 3
 
 
-def test_tensors_without_elements_are_passed_over():
-    right = Deep(lambda draw, f, r: f[1, 2].add_(draw == 0))
-    judge_together(lambda seed: tuple({**side, "d_x": side["y"][:, :0]} for side in right(seed)), 0)
-    assert right.draws == 9
-
-
-def test_tensors_that_are_nowhere_finite_or_have_no_error_are_right():
+@pytest.mark.parametrize(
+    "more",
+    [lambda y: {"d_x": y[:, :0]}, lambda y: {"nan": y * math.nan, "zero": y * 0}],
+    ids=["without elements", "nowhere finite, and without an error"],
+)
+def test_tensors_that_cannot_be_wrong_are_right(more: Callable[[Tensor], dict[str, Tensor]]):
     right = Deep(lambda draw, f, r: f[1, 2].add_(draw == 0))
 
     def measure(seed: int) -> tuple[dict[str, Tensor], ...]:
-        return tuple({**side, "nan": side["y"] * math.nan, "zero": side["y"] * 0} for side in right(seed))
+        return tuple({**side, **more(side["y"])} for side in right(seed))
 
     judge_together(measure, 0)
     assert right.draws == 9
