@@ -95,7 +95,8 @@ def _sharded(weight: Any) -> tuple[str, int, tuple[int, ...]] | None:
     """The group over which a matrix is sharded, the dimension, and the sizes that are sharded separately."""
     if turned := spelled(weight) == "transpose":
         weight = weight.args[0]
-    value: Any = value_of(weight.args[0]) if spelled(weight) == "to_local" else weight
+    is_local = isinstance(weight, Node) and _call(weight)[0] == "to_local"
+    value: Any = value_of(weight.args[0]) if is_local else weight
     if not is_dtensor(value) or value.device_mesh.ndim != 1 or value.device_mesh.size() == 1:
         return None
     (placement,) = value.placements
