@@ -16,7 +16,7 @@ from seqfuse.testing import seeded_randn
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed
 from .residual import Adapted
-from .test_altered import operations
+from .spellings import operations
 
 S = F.scaled_dot_product_attention
 HEADS, SIZE = 3, 4  # as many heads as parts, so that a confusion of them shows

@@ -16,7 +16,7 @@ from seqfuse.convert.reasons import NOT_ALLOWED
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
-from .test_altered import Layers, Spelling, joined, operations, qkv
+from .spellings import Layers, Spelling, joined, operations, qkv
 
 X = seeded_randn((2, 4, 8), 2).double()
 Weigh = Callable[[Layers, Tensor, Tensor, Tensor], Tensor]
