@@ -264,8 +264,14 @@ class PositionEmbedding(sf.UnfusedOperation):
     def _rows(self, weight: Tensor, x: Tensor, positions: Tensor | None) -> Tensor:
         real(x, "PositionEmbedding")
         if positions is None:
-            cache = current()
-            return weight[: x.shape[-2]] if cache is None else weight[cache.positions(x)]
+            if (cache := current()) is None:
+                return weight[: x.shape[-2]]
+            positions = cache.positions(x)
+            try:  # a check before would read them on the host
+                return weight[positions]
+            except IndexError:
+                wrong = positions >= self.max_positions
+                raise _outside(positions, wrong, self.max_positions, "positions", "PositionEmbedding") from None
         return F.embedding(self._checked(positions, x), weight)
 
     def _checked(self, positions: Tensor, x: Tensor) -> Tensor:

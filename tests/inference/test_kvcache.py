@@ -105,6 +105,18 @@ def test_rows_that_are_not_taken_do_not_need_a_learned_position():
     cache.feed(model, x, torch.tensor([0, 2]))
 
 
+def test_a_token_without_a_learned_position_is_refused_and_nothing_changes():
+    attention = ops.Linear(32, 96), ops.Attention(4, causal=True)
+    model = sf.Sequential(ops.Embedding(41, 32), ops.PositionEmbedding(6, 32), *attention)
+    cache, x = KVCache(2, 20), tokens(2, 6)
+    cache.feed(model, x[:, :5])
+    with pytest.raises(sf.RangeError, match=r"PositionEmbedding.*: expects positions from 0 to 5, got 6"):
+        cache.feed(model, x[:, :2])
+    assert cache.lengths.tolist() == [5, 5]
+    with torch.no_grad():
+        close(cache.feed(model, x[:, 5:]), model(x)[:, 5:])
+
+
 @pytest.mark.parametrize("int8", [False, True])
 def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(int8: bool):
     model, x = model_of("GPT"), tokens(1, 6)
