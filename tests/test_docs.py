@@ -333,13 +333,7 @@ COMMANDS = re.findall(r"^\$ seqfuse (plan examples/models\.py:(\w+) .*)$", DRAWN
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(  # the first and the last run by default: all draw by the same code
-    ("command", "name"),
-    [
-        pytest.param(*one, id=one[1], marks=[pytest.mark.full] * (one not in COMMANDS[:: len(COMMANDS) - 1]))
-        for one in COMMANDS
-    ],
-)
+@pytest.mark.parametrize(("command", "name"), COMMANDS, ids=[name for _, name in COMMANDS])
 def test_a_command_that_draws_a_known_model_writes_its_picture(
     command: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
