@@ -185,8 +185,7 @@ def test_a_model_that_raises_leaves_no_keys_behind():
 
 @pytest.mark.parametrize("int8", [False, True])
 def test_what_a_model_that_raised_wrote_is_not_read(int8: bool):
-    model, x = model_of("GPT"), tokens(2, 4)
-    cache = KVCache(2, 16, int8=int8)
+    model, x, cache = model_of("GPT"), tokens(2, 4), KVCache(2, 16, int8=int8)
     cache.feed(model, x, torch.tensor([4, 1]))
     model[0].weight.data.fill_(torch.nan)
     hook = model[-1].register_forward_pre_hook(lambda *_: 1 / 0)
