@@ -114,6 +114,14 @@ def changes_what_was_cloned(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def changes_what_was_turned(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    turned = (y := m.a(x) * 1.5).transpose(1, 2)
+    z = m.b(y * 2)
+    y.add_(z)
+    return m.c(z), turned * 2
+
+
+@spelling
 def reads_scores_that_a_mask_was_added_to(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = qkv(m, x)
     before = (s := q @ k.mT).flatten(2)

@@ -159,7 +159,7 @@ def turned(operations: list[Raised], effects: Effects) -> list[Raised]:
     for node in read:
         dims, e = swapped(node), example(node)
         source: Any = back(node.args[0]) if dims is not None and e is not None and e.ndim > 2 else None
-        if dims is not None and source in made and node not in made and effects.allow({node}):
+        if dims is not None and source in made and node not in made and effects.stays(node) and effects.allow({node}):
             between = Raised(ops.Transpose(*dims), source, node, node, took=frozenset({node}))
             between.reached = node in effects.reached
             found.append(between)
