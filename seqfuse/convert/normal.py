@@ -84,10 +84,17 @@ def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Nod
         state = modes.get(node)  # not known for calls written by a rule
         mode = (state.autocast, state.grad) if state is not None else node
         first = made.setdefault((repr((node.op, node.target, node.args, node.kwargs)), mode), node)
+        if first is node or (state is not None and modes[first].changes != state.changes and _read_changed(node)):
+            continue
         # Two results of a model remain two tensors, since a caller may modify one of them.
-        if first is not node and not are_changed([first, node]) and not leave([first, node]):
+        if not are_changed([first, node]) and not leave([first, node]):
             replace(node, first)
             graph.erase_node(node)
+
+
+def _read_changed(node: Node) -> bool:
+    """Whether a call reads a tensor that is modified in place."""
+    return are_changed([n for n in node.all_input_nodes if example(n) is not None])
 
 
 _NORMS = {"layer_norm", "rms_norm"}

@@ -17,9 +17,11 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.fx import Graph, GraphModule, Node
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from .. import ops
 from ..env import autocast_of
 from ..errors import one_line
 from ..fusion import Fusions
+from ..operation import FusableOperation
 from ..plan import Choice
 from ..recipes import Recipe
 from .chains import RaisedChain, chains_of, needed, order_of
@@ -288,8 +290,10 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
             added.append(graph.create_node(what, target, args))
         return added[-1]
 
-    def stand_for(node: Node, holder: Node, dtype: torch.dtype) -> None:
+    def stand_for(node: Node, holder: Node, dtype: torch.dtype, made_by: Raised) -> None:
         e = example(node)
+        if needs and _may_save_its_result(made_by.operation) and views_are_changed(node):
+            holder = then("call_method", "clone", holder)
         if e is not None and e.dtype is not dtype:
             holder = then("call_method", "to", holder, e.dtype)
         if e is not None and needs and not e.requires_grad:  # a result that needs no gradient among others that do
@@ -297,10 +301,11 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
         holder.meta = dict(node.meta)
         holders[node] = holder
 
+    makers = {r.out: r for r in order.members}
     for i, (output, dtype) in enumerate(zip(order.outputs, region.dtypes, strict=True)):
         holder = call if len(order.outputs) == 1 else then("call_function", operator.getitem, call, i)
         if isinstance(output, Node):
-            stand_for(output, holder, dtype)
+            stand_for(output, holder, dtype, makers[output])
             continue
         for view in output.views:
             stop = view.start + (view.heads or 1) * view.size
@@ -308,8 +313,13 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
             if view.heads is not None:
                 part = then("call_method", "unflatten", part, -1, (view.heads, view.size))
                 part = then("call_method", "transpose", part, 1, 2)
-            stand_for(view.node, part, dtype)
+            stand_for(view.node, part, dtype, makers[output])
     return added, holders
+
+
+def _may_save_its_result(operation: FusableOperation) -> bool:
+    """Whether an operation may save its result, which the calls that it replaces may not."""
+    return isinstance(operation, ops.Attention | ops.CrossAttention) or getattr(operation, "reads", "") == "output"
 
 
 def _hand_over(gm: GraphModule) -> None:

@@ -122,6 +122,36 @@ def changes_what_was_turned(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
 
 
 @spelling
+def changes_the_result_of_attention_by_hand(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = qkv(m, x)
+    y = joined((q @ k.mT).softmax(-1) @ v)
+    y.add_(m.b(x))
+    return m.c(y)
+
+
+@spelling
+def changes_heads_of_attention_by_hand(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = qkv(m, x)
+    y = (q @ k.mT).softmax(-1) @ v
+    y.mul_(m.w[0])
+    return m.c(joined(y))
+
+
+@spelling
+def changes_an_activation_and_zero(m: Layers, x: Tensor) -> Tensor:
+    y = torch.sigmoid(m.a(x)) + 0
+    y.mul_(2)
+    return m.b(y)
+
+
+@spelling
+def averages_again_after_a_change(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x)
+    y.sub_(y.mean(-1, keepdim=True) * 0.5)
+    return m.b(y - y.mean(-1, keepdim=True))
+
+
+@spelling
 def reads_scores_that_a_mask_was_added_to(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = qkv(m, x)
     before = (s := q @ k.mT).flatten(2)
