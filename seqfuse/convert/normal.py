@@ -36,7 +36,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         except Exception:  # a form that the rule does not expect
             found = None
         made = example(found)
-        if found is None or made is None or wanted is None or not _is_like(made, wanted):
+        if found is None or made is None or wanted is None or not _is_like(made, wanted) or _breaks_views(node, made):
             write.undo()
             continue
         write.keep()
@@ -73,6 +73,28 @@ def _view_anew(node: Node) -> None:
 def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
     same = made.dtype is wanted.dtype and made.device == wanted.device and made.requires_grad is wanted.requires_grad
     return same and same_shape(made.shape, wanted.shape)
+
+
+def _breaks_views(node: Node, made: torch.Tensor) -> bool:
+    """Whether a view is taken of a call's result, or of what is made of it element by element, and would fail."""
+    if (wanted := example(node)) is None or same_shape(made.stride(), wanted.stride()) or made.is_contiguous():
+        return False
+    stack, seen = [node], {node}
+    while stack:
+        for user in stack.pop().users:
+            if spelled(user) in ("view", "view_as"):
+                return True
+            if user not in seen and spelled(user) in _LIKE_ITS_INPUT:
+                seen.add(user)
+                stack.append(user)
+    return False
+
+
+_LIKE_ITS_INPUT = {
+    "add", "sub", "mul", "truediv", "neg", "where", "masked_fill", "masked_fill_", "iadd", "imul", "clamp", "tanh",
+    "sigmoid", "relu", "exp", "softmax", "dropout", "clone", "to", "float", "type_as",
+}  # fmt: skip
+"""Calls whose result may lie in memory as their input does."""
 
 
 def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:
@@ -135,6 +157,8 @@ def _einsum(node: Node, write: Writer) -> Node | None:
         return _with_matrix(write, (x, a, left), (y, b, right), summed, size, made)
     if not left or not right or len(summed) != 1:
         return None
+    if made.index(right[-1]) < made.index(left[-1]):  # so that the product lies as the result, as that of einsum does
+        a, b, x, y, left, right = b, a, y, x, right, left
     # Of several letters of one operand, all but the last are batch dimensions, which the other operand broadcasts.
     whole = [letter for letter in made if letter in (*batch, *left[:-1], *right[:-1])]
     rows, columns, (k,) = left[-1], right[-1], summed

@@ -152,6 +152,14 @@ def averages_again_after_a_change(m: Layers, x: Tensor) -> Tensor:
 
 
 @spelling
+def views_scores_of_keys_and_queries(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, _ = qkv(m, x)
+    made = torch.einsum("bhke,bhqe->bhqk", k, q)
+    turned = torch.einsum("bhqe,bhke->bhqk", q, k.mT.contiguous().mT) * 2
+    return made.view(-1), turned.view(4, 16)
+
+
+@spelling
 def reads_scores_that_a_mask_was_added_to(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = qkv(m, x)
     before = (s := q @ k.mT).flatten(2)
