@@ -6,14 +6,27 @@ import contextlib
 import inspect
 import math
 import string
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch.fx import Graph, Node
 
 from .effects import State, are_changed, in_place, leave, states
-from .graph import VIEWS, argument, back, called, example, is_fixed, is_same, same_shape, spelled, swapped, value_of
+from .graph import (
+    VIEWS,
+    argument,
+    back,
+    called,
+    example,
+    is_fixed,
+    is_same,
+    numbers,
+    same_shape,
+    spelled,
+    swapped,
+    value_of,
+)
 from .raising import CHEAP
 from .writer import Writer
 
@@ -36,7 +49,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         except Exception:  # a form that the rule does not expect
             found = None
         made = example(found)
-        if found is None or made is None or wanted is None or not _is_like(made, wanted) or _breaks_views(node, made):
+        if found is None or made is None or wanted is None or not _is_like(made, wanted) or breaks_views(node, made):
             write.undo()
             continue
         write.keep()
@@ -75,19 +88,35 @@ def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
     return same and same_shape(made.shape, wanted.shape)
 
 
-def _breaks_views(node: Node, made: torch.Tensor) -> bool:
-    """Whether a view is taken of a call's result, or of what is made of it element by element, and would fail."""
-    if (wanted := example(node)) is None or same_shape(made.stride(), wanted.stride()) or made.is_contiguous():
-        return False
+def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> bool:
+    """Whether a view of a call's result, or of what is made of it element by element, would fail for another tensor.
+
+    Args:
+        node: the call.
+        made: the tensor instead of its result.
+        dead: calls that do not run.
+    """
+    like = torch.empty_strided(numbers(made.shape), numbers(made.stride()), device="meta")
     stack, seen = [node], {node}
     while stack:
         for user in stack.pop().users:
-            if spelled(user) in ("view", "view_as"):
+            if spelled(user) in ("view", "view_as") and user not in dead and not _can_view(like, user):
                 return True
             if user not in seen and spelled(user) in _LIKE_ITS_INPUT:
                 seen.add(user)
                 stack.append(user)
     return False
+
+
+def _can_view(t: torch.Tensor, view: Node) -> bool:
+    e = example(view)
+    if e is None:
+        return False
+    try:
+        t.view(numbers(e.shape))
+    except RuntimeError:
+        return False
+    return True
 
 
 _LIKE_ITS_INPUT = {

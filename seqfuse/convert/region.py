@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Container, Iterable
+from collections.abc import Callable, Container, Iterable, Sequence
 from typing import Any, cast
 
 import torch
@@ -48,7 +48,7 @@ class CapturedRegion(nn.Module):
         super().__init__()
         self.order = order
         self.before: Before | None = None
-        self.dtypes: list[torch.dtype] = []
+        self.results: Sequence[Tensor] = ()  # fake, of the sizes at capture
         e = example(order.x)
         self.device = "cpu" if e is None else e.device.type
         # In a tuple, so that it is not a submodule: its parameters are on `meta`.

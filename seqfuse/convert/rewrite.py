@@ -7,10 +7,11 @@ import dataclasses
 import operator
 import posixpath
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch._higher_order_ops.wrap import tag_activation_checkpoint
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
@@ -42,7 +43,7 @@ from .graph import (
 )
 from .launches import Before, itself, launching
 from .masks import OUTER, is_known
-from .normal import PURE, normalize
+from .normal import PURE, breaks_views, normalize
 from .patterns import MATCHERS
 from .patterns.experts import functional
 from .patterns.linear import beside, turned
@@ -222,7 +223,7 @@ def _replace(gm: GraphModule, regions: list[tuple[RaisedChain, CapturedRegion]],
     for i, (chain, region) in enumerate(regions):
         gm.add_submodule(f"seqfuse_{i}", region)
         last = max((r.node for r in chain.members), key=lambda n: place[n])
-        added, stands = _insert(graph, f"seqfuse_{i}", region, last)
+        added, stands = _insert(graph, f"seqfuse_{i}", region, last, dead)
         holders |= stands
         every += added
         state.update((node, chain.state) for node in added)
@@ -262,7 +263,7 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
         except Exception as error:
             return one_line(error)
         results = results if len(order.outputs) > 1 else [results]
-        region.dtypes = [result.dtype for result in results]
+        region.results = results
         for node, result in zip(order.outputs, results, strict=True):
             e = example(node)
             if e is None:  # a value that is in no node of the graph
@@ -276,7 +277,9 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
     return None
 
 
-def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tuple[list[Node], dict[Node, Node]]:
+def _insert(
+    graph: Graph, name: str, region: CapturedRegion, after: Node, dead: Container[Node]
+) -> tuple[list[Node], dict[Node, Node]]:
     """Insert a region's call after a node; returns the added nodes, and the new node for each replaced one."""
     order = region.order
     with graph.inserting_after(after):
@@ -290,11 +293,13 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
             added.append(graph.create_node(what, target, args))
         return added[-1]
 
-    def stand_for(node: Node, holder: Node, dtype: torch.dtype, made_by: Raised) -> None:
+    def stand_for(node: Node, holder: Node, made: Tensor, made_by: Raised) -> None:
         e = example(node)
+        if breaks_views(node, made, dead):
+            holder = then("call_method", "contiguous", holder)
         if needs and _may_save_its_result(made_by.operation) and views_are_changed(node):
             holder = then("call_method", "clone", holder)
-        if e is not None and e.dtype is not dtype:
+        if e is not None and e.dtype is not made.dtype:
             holder = then("call_method", "to", holder, e.dtype)
         if e is not None and needs and not e.requires_grad:  # a result that needs no gradient among others that do
             holder = then("call_method", "detach", holder)
@@ -302,18 +307,23 @@ def _insert(graph: Graph, name: str, region: CapturedRegion, after: Node) -> tup
         holders[node] = holder
 
     makers = {r.out: r for r in order.members}
-    for i, (output, dtype) in enumerate(zip(order.outputs, region.dtypes, strict=True)):
+    for i, (output, made) in enumerate(zip(order.outputs, region.results, strict=True)):
         holder = call if len(order.outputs) == 1 else then("call_function", operator.getitem, call, i)
         if isinstance(output, Node):
-            stand_for(output, holder, dtype, makers[output])
+            stand_for(output, holder, made, makers[output])
             continue
         for view in output.views:
             stop = view.start + (view.heads or 1) * view.size
-            part = then("call_function", operator.getitem, holder, (..., slice(view.start, stop)))
+            part, like = (
+                then("call_function", operator.getitem, holder, (..., slice(view.start, stop))),
+                made[..., view.start : stop],
+            )
             if view.heads is not None:
                 part = then("call_method", "unflatten", part, -1, (view.heads, view.size))
                 part = then("call_method", "transpose", part, 1, 2)
-            stand_for(view.node, part, dtype, makers[output])
+                like = like.view(*like.shape[:-1], view.heads, view.size).transpose(1, 2)
+            stand_for(view.node, part, like, makers[output])
+    region.results = ()
     return added, holders
 
 

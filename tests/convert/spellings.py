@@ -160,6 +160,19 @@ def views_scores_of_keys_and_queries(m: Layers, x: Tensor) -> tuple[Tensor, Tens
 
 
 @spelling
+def views_heads_of_attention_by_hand(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    q, k, v = qkv(m, x)
+    y = (q @ k.mT).softmax(-1) @ v
+    return m.b((y * 2).view(2, -1, 8)), y.view(-1, 4)
+
+
+@spelling
+def views_what_was_turned_and_copied(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+    y = F.gelu(m.a(x).transpose(1, 2).contiguous())
+    return m.b(y.mT), y.view(2, -1)
+
+
+@spelling
 def reads_scores_that_a_mask_was_added_to(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
     q, k, v = qkv(m, x)
     before = (s := q @ k.mT).flatten(2)
