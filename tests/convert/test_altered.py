@@ -16,6 +16,7 @@ from seqfuse.convert import GraphReport
 from seqfuse.convert.effects import in_place
 from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
+from . import spellings_in_place as spellings_in_place  # adds to CASES
 from .comparing import assert_same, assert_same_recorded
 from .recording import Replayed, recorded
 from .spellings import CASES, Layers, Spelling, joined, operations, qkv, rms
