@@ -123,7 +123,7 @@ _LIKE_ITS_INPUT = {
     "add", "sub", "mul", "truediv", "neg", "where", "masked_fill", "masked_fill_", "iadd", "imul", "clamp", "tanh",
     "sigmoid", "relu", "exp", "softmax", "dropout", "clone", "to", "float", "type_as",
 }  # fmt: skip
-"""Calls whose result may lie in memory as their input does."""
+"""Calls whose result may have the strides of their input."""
 
 
 def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:
@@ -186,7 +186,7 @@ def _einsum(node: Node, write: Writer) -> Node | None:
         return _with_matrix(write, (x, a, left), (y, b, right), summed, size, made)
     if not left or not right or len(summed) != 1:
         return None
-    if made.index(right[-1]) < made.index(left[-1]):  # so that the product lies as the result, as that of einsum does
+    if made.index(right[-1]) < made.index(left[-1]):  # so that the product has the strides of the result
         a, b, x, y, left, right = b, a, y, x, right, left
     # Of several letters of one operand, all but the last are batch dimensions, which the other operand broadcasts.
     whole = [letter for letter in made if letter in (*batch, *left[:-1], *right[:-1])]
