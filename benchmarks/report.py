@@ -258,12 +258,12 @@ def foreign(found: Results) -> Lines:
     gemms, norms, activations = (f"{n / every[kind]:.0%}" for kind, n in inside.items())
     of = {"balanced": 'the default, `memory="balanced"`', "lean": '`"lean"`'}
     saved = (f"{statistics.median(r['kept'][key] for r in rows if r['kept']):.2f} with {n}" for key, n in of.items())
-    all_right = f"{right} of them" if right < len(rows) else "All"
+    all_right, times = f"{right} of them" if right < len(rows) else "All", (row["time"] for row in rows if row["time"])
     return [wrapped(
         f"""`make test-models` converts {len(rows)} small models from {packages} packages. {all_right} gave the same
         outputs and gradients within the error bound. {gemms} of their GEMMs, {norms} of their norms and {activations}
-        of their activations were converted. In the median they save, relative to the bytes that eager PyTorch saves
-        for backward, {" and ".join(saved)}. """ + where(found)
+        of their activations were converted. In the median they save, relative to the bytes of eager PyTorch,
+        {" and ".join(saved)}, and a step takes {statistics.median(times):.2f} of its CPU time. """ + where(found)
     )]  # fmt: skip
 
 

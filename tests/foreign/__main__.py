@@ -15,7 +15,7 @@ import time
 import traceback
 import warnings
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +35,7 @@ from seqfuse.testing import assert_fused_close
 from . import zoo
 
 sys.path.append(str(Path(__file__).resolve().parents[2] / "benchmarks"))
+from gpu.clock import paired
 from record import write
 
 KINDS = ("GEMM", "norm", "activation")
@@ -50,6 +51,7 @@ class Row:
     inside: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     outside: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
     kept: dict[str, float] = dataclasses.field(default_factory=dict)
+    time: float | None = None
     graphs: int = 0
     seconds: float = 0.0
     reasons: list[str] = dataclasses.field(default_factory=list)
@@ -189,6 +191,30 @@ def _tensors(made: Any) -> Iterator[Tensor]:
     elif isinstance(made, list | tuple):
         for value in made:
             yield from _tensors(value)
+
+
+def time_beside_eager(foreign: zoo.Foreign) -> float:
+    """CPU time of a training step of the converted model, relative to eager torch, paired."""
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    model, args, kwargs = foreign.make()
+    converted = copy.deepcopy(model.float().train())
+    sf.convert(converted)
+
+    def step_of(side: nn.Module) -> Callable[[], None]:
+        given, named = tree_map(lambda value: _leaf(value, torch.float32), (args, kwargs))
+        own = list(side.parameters())
+
+        def step() -> None:
+            outputs = [t for t in _tensors(side(*given, **named)) if t.requires_grad]
+            torch.autograd.backward([t.sum() for t in outputs])
+            for p in own:
+                p.grad = None
+
+        return step
+
+    sides = {"eager": step_of(model), "converted": step_of(converted)}
+    return paired(sides, rounds=7, seconds=0.02, warm=3)["converted"]["ratio"]
 
 
 def kept(model: nn.Module, args: Any, kwargs: Any) -> int:
@@ -368,16 +394,18 @@ def main() -> int:
     parser.add_argument("words", nargs="*", help="of packages or names")
     parser.add_argument("--reasons", action="store_true", help="print why calls are left")
     parser.add_argument("--write", action="store_true", help="write what is counted to benchmarks/results/foreign.json")
+    parser.add_argument("--time", action="store_true", help="also time steps beside eager torch; needs a quiet machine")
     asked = parser.parse_args()
     warnings.simplefilter("ignore")
     for name in ("nms", "qnms"):  # torchvision needs it, though its compiled library is of another torch
         torch.library.define(f"torchvision::{name}", "(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
     rows: list[Row] = []
-    print(_line("model", "state", "GEMMs", "norms", "activ.", "bal.", "lean", "graphs", "s"))
+    print(_line("model", "state", "GEMMs", "norms", "activ.", "bal.", "lean", "time", "graphs", "s"))
     for foreign in zoo.chosen(asked.words):
         torch._dynamo.reset()
         try:
             row = examined(foreign)
+            row.time = time_beside_eager(foreign) if asked.time else None
         except Exception as error:
             row = Row(foreign.package, foreign.name, f"CRASH {type(error).__name__}: {str(error)[:300]}")
             if asked.reasons:
@@ -386,13 +414,13 @@ def main() -> int:
         _show(row, asked.reasons)
     _sum_up(rows)
     if asked.write:
-        kept = ("package", "name", "state", "inside", "outside", "kept")
+        kept = ("package", "name", "state", "inside", "outside", "kept", "time")
         write("foreign", {"rows": [{name: getattr(row, name) for name in kept} for row in rows]})
     return any(row.state != "right" for row in rows)
 
 
 def _line(label: str, state: str, *columns: str) -> str:
-    widths = (8, 7, 7, 5, 5, 6, 5)
+    widths = (8, 7, 7, 5, 5, 5, 6, 5)
     return f"{label:52} {state:9} " + " ".join(f"{text:>{w}}" for text, w in zip(columns, widths, strict=True))
 
 
@@ -401,7 +429,8 @@ def _show(row: Row, reasons: bool) -> None:
     kept = [f"{row.kept.get(name, float('nan')):.2f}" for name in ("balanced", "lean")]
     first = row.state.split()[0].rstrip(":")
     label = f"{row.package}: {row.name}"
-    print(_line(label, first, *shares, *kept, str(row.graphs), f"{row.seconds:.1f}"), flush=True)
+    time = "" if row.time is None else f"{row.time:.2f}"
+    print(_line(label, first, *shares, *kept, time, str(row.graphs), f"{row.seconds:.1f}"), flush=True)
     if first != "right":
         print(f"    {row.state[:400]}")
     if reasons:
@@ -421,6 +450,8 @@ def _sum_up(rows: list[Row]) -> None:
         if done:
             median = statistics.median(row.kept[name] for row in done)
             print(f"bytes kept with {name}: {median:.2f} of eager's in the median")
+    if times := [row.time for row in rows if row.time is not None]:
+        print(f"CPU time of a step: {statistics.median(times):.2f} of eager's in the median")
     if done:
         print(f"capture: {statistics.median(r.seconds for r in done):.1f} s of CPU time in the median")
 
