@@ -61,7 +61,7 @@ def passes_in_c(
     numbers = own["heads"], own["kv_heads"], own["causal"], own.get("window"), own["softcap"], own["scale"], p
     key: Any = x.shape, x.stride(), x.dtype, numbers, _attention.interpreting
     if len(given) > 1:
-        key = key, needs_mask, len(inputs), *[(t.shape, t.stride(), t.dtype) for t in given[1:]]
+        key = key, needs_mask, *[(t.shape, t.stride(), t.dtype) for t in given[1:]]
     try:
         return _known[key]
     except KeyError:

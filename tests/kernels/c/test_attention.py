@@ -255,8 +255,11 @@ def test_masks_and_other_keys_are_decided_once(
     monkeypatch.setattr(_attention_on_cpu, "_known", {})
     found = passes(*drawn)
     assert [*map(bool, _attention_on_cpu._known.values())] == [True]
-    assert_bitwise_equal(passes(*cut), found)
-    assert_bitwise_equal(passes(*turned), found)
+    for given in (cut, turned, (drawn[0], *cut[1:]), (*drawn[:2], turned[2])):
+        assert_bitwise_equal(passes(*given), found)
+    if mask is not None:  # in another layout
+        named["attn_mask"] = named["attn_mask"].mT.contiguous().mT
+        assert_bitwise_equal(passes(*drawn), found)
     assert None not in _attention_on_cpu._known.values()
     with monkeypatch.context() as within:
         within.setattr(ops_attention, "passes_in_c", lambda *_: None)
@@ -269,6 +272,30 @@ def test_masks_and_other_keys_are_decided_once(
     for mine, theirs in zip([found[0], *found[2:]], [y, *exact], strict=True):
         most = 8 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=most)
+
+
+def test_what_no_decision_covers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask that must be copied, and a mask's gradient that needs too many scores at a time."""
+    op, needs = ops.Attention(4, 2, mask="mask"), frozenset({"x", "attn_mask"})
+    x, dy = seeded_randn((2, 3, 20, 8 * 8), 0), seeded_randn((2, 3, 20, 4 * 8), 1)
+
+    def passes(mask: Tensor, x: Tensor, dy: Tensor) -> tuple[int, Tensor, Tensor, Any]:
+        monkeypatch.setattr(_attention_on_cpu, "_known", known := {})
+        y, saved = op.fwd(x, attn_mask=mask, needs=needs)
+        dx, others = op.bwd(dy, saved, needs=needs)
+        assert dx is not None
+        return sum(found is not None for found in known.values()), y, dx, others["attn_mask"]
+
+    mask = seeded_randn((3, 4, 20, 20), 2)
+    count, *found = passes(mask, x, dy)
+    whole, *wanted = passes(mask[None].expand(2, -1, -1, -1, -1).contiguous(), x, dy)
+    assert (count, whole) == (0, 1)
+    torch.testing.assert_close(found[:2], wanted[:2])
+    torch.testing.assert_close(found[2], wanted[2].sum(0))
+    monkeypatch.setattr(_attention, "_HELD", 4 * 6 * 20 * 20 - 1)
+    count, *found = passes(mask[None].expand(2, -1, -1, -1, -1).contiguous(), x, dy)
+    assert count == 0
+    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("length", [20, 500])
