@@ -51,7 +51,7 @@ def passes_in_c(
     """
     x, given = inputs[0], inputs if mask is None else (*inputs, mask)
     for t in given:
-        if type(t) is not Tensor or t.is_neg():
+        if type(t) is not Tensor or not t.is_cpu or t.is_neg():
             return None
     if not has_c(x) or watched() or any_autocast() or dispatch_modes() or active.get() is not None:
         return None

@@ -230,8 +230,8 @@ class Attention(SoftmaxAttention):
 
     Raises:
         ValueError: for inconsistent numbers.
-        InputError: (SF101) for a mask that does not broadcast or complex tensors, (SF107) for `cu_seqlens` that do not
-            run from 0 to S.
+        InputError: (SF101) for a mask that does not broadcast or complex tensors, (SF102) for a mask on another device,
+            (SF107) for `cu_seqlens` that do not run from 0 to S.
     """
 
     class Saved(sf.Saved):
@@ -327,6 +327,7 @@ class Attention(SoftmaxAttention):
         return (x.shape[-1] // (self.heads + 2 * self.kv_heads)) ** -0.5 if self.scale is None else self.scale
 
     def _check_dtypes(self, x: Tensor, mask: Tensor | None) -> None:
+        _check_devices("Attention", x, mask)
         if not x.is_floating_point() or (mask is not None and mask.is_complex()):
             got = x.dtype if mask is None else f"{x.dtype} and a mask of {mask.dtype}"
             message = f"expects floating-point x, and a mask of real numbers, if any, got {got}"
@@ -396,7 +397,7 @@ class CrossAttention(SoftmaxAttention):
     Raises:
         ValueError: for inconsistent numbers.
         InputError: (SF101) for keys and values that do not fit x, a mask that does not broadcast, or `causal` with S
-            other than N.
+            other than N, (SF102) for tensors on two devices.
     """
 
     class Saved(sf.Saved):
@@ -469,6 +470,7 @@ class CrossAttention(SoftmaxAttention):
 
     def _check(self, inputs: Sequence[Tensor], mask: Tensor | None, cu_seqlens: Tensor | None) -> None:
         x, k, v = inputs
+        _check_devices("CrossAttention", x, k, v, mask)
         width = self.kv_heads * (x.shape[-1] // self.heads) if x.ndim else 0
         alike = k.dtype is v.dtype is x.dtype or autocast_of(x.device.type) is not None
         fits = alike and x.is_floating_point() and k.is_floating_point() and k.shape == v.shape
@@ -498,6 +500,14 @@ class CrossAttention(SoftmaxAttention):
     def _named(self) -> dict[str, Any]:
         channels = {name: None if channel == name else channel for name, channel in (("k", self.k), ("v", self.v))}
         return {**channels, **super()._named()}
+
+
+def _check_devices(operation: str, x: Tensor, *others: Tensor | None) -> None:
+    """Raise an `InputError` for tensors elsewhere, which C kernels would read as if they were here."""
+    for t in others:
+        if t is not None and t.device != x.device:
+            message = f"expects tensors on one device, got {x.device} and {t.device}"
+            raise InputError(message, code="SF102", operation=operation)
 
 
 _IN_C = (Attention, CrossAttention)  # subclasses may compute scores in other ways

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from seqfuse import compiler, ops
 from seqfuse.compiler import CompileError
-from seqfuse.errors import FallbackWarning
+from seqfuse.errors import FallbackWarning, InputError
 from seqfuse.kernels.c import attention
 from seqfuse.ops import _attention, _attention_on_cpu
 from seqfuse.ops import attention as ops_attention
@@ -272,6 +272,16 @@ def test_masks_and_other_keys_are_decided_once(
     for mine, theirs in zip([found[0], *found[2:]], [y, *exact], strict=True):
         most = 8 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=most)
+
+
+@pytest.mark.parametrize("name", ["v", "attn_mask"])
+def test_a_tensor_elsewhere_is_not_read(name: str) -> None:
+    op = ops.CrossAttention(2, mask="mask")
+    given = {name: seeded_randn((1, 20, 16), i) for i, name in enumerate(("x", "k", "v"))}
+    given["attn_mask"] = seeded_randn((20, 20), 3)
+    op.fwd(**given)
+    with pytest.raises(InputError, match="one device, got cpu and meta"):
+        op.fwd(**given | {name: given[name].to("meta")})
 
 
 def test_what_no_decision_covers(monkeypatch: pytest.MonkeyPatch) -> None:
