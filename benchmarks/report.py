@@ -262,7 +262,7 @@ def foreign(found: Results) -> Lines:
     return [wrapped(
         f"""`make test-models` converts {len(rows)} small models from {packages} packages. {all_right} gave the same
         outputs and gradients within the error bound. {gemms} of their GEMMs, {norms} of their norms and {activations}
-        of their activations were converted. In the median they save, relative to the bytes of eager PyTorch,
+        of their activations were converted. In the median they save for backward, relative to eager PyTorch,
         {" and ".join(saved)}, and a step takes {statistics.median(times):.2f} of its CPU time. """ + where(found)
     )]  # fmt: skip
 
