@@ -12,16 +12,17 @@ from .graph import name_of
 
 
 def run_as_code(gm: GraphModule) -> None:
-    """Replace calls of `autograd_function_apply` in a graph and its bodies; the code of the graphs is not renewed.
+    """Replace calls of `autograd_function_apply` in a graph and its bodies.
 
     Torch interprets both bodies node by node in each call, which takes several times as long as small operations.
     """
     for module in gm.modules():
         if isinstance(module, GraphModule):
-            for node in module.graph.nodes:
-                if node.op == "call_function" and name_of(node) == "autograd_function_apply":
-                    node.target = applied
-            module.recompile()
+            calls = [n for n in module.graph.nodes if name_of(n) == "autograd_function_apply"]
+            for node in calls:
+                node.target = applied
+            if calls:
+                module.recompile()
 
 
 def applied(fwd: GraphModule, bwd: GraphModule, *args: Any, **indices: Sequence[int]) -> Any:
@@ -38,7 +39,12 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
-        ctx.kept, _, ctx.bwd, indices = inputs[:4]
+        kept, _, ctx.bwd, indices = inputs[:4]
+        # Outputs that `ctx` referenced itself would never be freed, and hooks for saved tensors would not see them.
+        places = set(indices["saved_for_backward_idx"])
+        ctx.save_for_backward(*(t for i, t in enumerate(kept) if i in places))
+        ctx.others = [None if i in places else t for i, t in enumerate(kept)]
+        ctx.places = [i for i in range(len(kept)) if i in places]
 
         def chosen(of: Iterable[int]) -> list[Any]:
             return [output if isinstance(output, torch.Tensor) else output[i] for i in of]
@@ -50,5 +56,8 @@ class _Applied(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> Any:
-        made = ctx.bwd(*grads, *ctx.kept)
+        kept = [*ctx.others]
+        for i, t in zip(ctx.places, ctx.saved_tensors, strict=True):
+            kept[i] = t
+        made = ctx.bwd(*grads, *kept)
         return None, None, None, None, *(made if isinstance(made, tuple | list) else (made,))

@@ -191,6 +191,11 @@ def decoding_kernels_run(x: Tensor, size: int) -> bool:
     return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and triton_installed()
 
 
+def is_readable(x: Tensor) -> bool:
+    """Whether kernels read the heads of a tensor where they are: their elements are contiguous."""
+    return x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())
+
+
 def numbers_in(ends: Tensor) -> list[int]:
     """The values of an int tensor; the host waits for the device."""
     return ends.tolist()  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]

@@ -74,7 +74,7 @@ def _decided(
     attention: Any, inputs: Sequence[Tensor], mask: Tensor | None, seed: Tensor | None, p: float, needs_mask: bool
 ) -> InC | None:
     attention._check(inputs, mask, None)
-    if not all(map(_fits, inputs)):
+    if not all(map(_attention.is_readable, inputs)):
         return _of_copies(_decided(attention, [t.contiguous() for t in inputs], mask, seed, p, needs_mask))
     x = inputs[0]
     q, k, _ = qkv = attention.split(inputs)
@@ -105,10 +105,6 @@ def _decided(
         return grads, dmask.view(*leading, *dmask.shape[1:]).sum_to_size(mask.shape)
 
     return InC(forward, summed, keeps_y)
-
-
-def _fits(t: Tensor) -> bool:
-    return t.is_contiguous() or (t.stride(-1) == 1 and 0 not in t.stride())
 
 
 def _of_copies(found: InC | None) -> InC | None:

@@ -22,6 +22,7 @@ from ._attention import (
     attend_grads,
     attend_reference,
     head_size,
+    is_readable,
     numbers_in,
 )
 from ._attention_on_cpu import MASKS, passes_in_c
@@ -82,8 +83,7 @@ class SoftmaxAttention(sf.UnfusedOperation, open=True):
             x = x.to(dtype)
         if torch.compiler.is_dynamo_compiling():  # it traces no storage offset, and the reference reads any strides
             return x
-        fits = (x.is_contiguous() or (x.stride(-1) == 1 and 0 not in x.stride())) and aligned(x)
-        return x if fits else x.clone(memory_format=torch.contiguous_format)
+        return x if is_readable(x) and aligned(x) else x.clone(memory_format=torch.contiguous_format)
 
     def _scores(
         self, x: Tensor, size: int, mask: Tensor | None, cu_seqlens: Tensor | None, seed: Tensor | None, p: float

@@ -20,7 +20,7 @@ from .scale import Scale
 
 # ATen operators without a public name in `torch`; not as overloads, which forward every argument in Python.
 _aten: Any = torch.ops.aten
-_layer_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten.native_layer_norm_backward.default._op
+layer_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten.native_layer_norm_backward.default._op
 _fused_rms_norm_backward: Callable[..., tuple[Tensor, Tensor]] = _aten._fused_rms_norm_backward.default._op
 _fused_rms_norm: Callable[..., tuple[Tensor, Tensor]] = torch._fused_rms_norm  # pyright: ignore
 
@@ -260,7 +260,7 @@ class LayerNorm(Norm):
         if gain is None and (wanted[1] or wanted[2]):
             gain = x.new_ones(self.normalized_shape)  # where dx is not needed, only its shape and dtype are read
         sizes = self.normalized_shape
-        dx, dweight, dbias = _layer_norm_backward(dy, x, sizes, saved.mean, saved.rstd, gain, gain, wanted)
+        dx, dweight, dbias = layer_norm_backward(dy, x, sizes, saved.mean, saved.rstd, gain, gain, wanted)
         grads: dict[str, Tensor | None] = {}
         if wanted[1]:
             grads["weight"] = dweight if exact else self.as_parameter(dweight, "weight")
@@ -275,7 +275,7 @@ class LayerNorm(Norm):
         unread = fit.new_zeros(dy.shape[: -len(self.normalized_shape)], dtype=stats)
         gain = fit.new_ones(self.normalized_shape)
         wanted = [False, False, True]
-        dbias = _layer_norm_backward(fit, fit, self.normalized_shape, unread, unread, gain, gain, wanted)[2]
+        dbias = layer_norm_backward(fit, fit, self.normalized_shape, unread, unread, gain, gain, wanted)[2]
         return self.as_parameter(dbias, "bias")
 
     def extra_repr(self) -> str:
@@ -396,7 +396,7 @@ class RMSNorm(Norm):
         dy, x, gain = cast(dy, stats), cast(x, stats), None if gain is None else cast(gain, stats)
         wanted = ["x" in needs, "weight" in needs, False]
         unread = x.new_ones(sizes) if gain is None and wanted[1] else gain
-        dx, dweight, _ = _layer_norm_backward(dy, x, sizes, torch.zeros_like(rstd), rstd, unread, None, wanted)
+        dx, dweight, _ = layer_norm_backward(dy, x, sizes, torch.zeros_like(rstd), rstd, unread, None, wanted)
         grads: sf.Grads = {"weight": self.as_parameter(dweight, "weight")} if wanted[1] else {}
         if not wanted[0]:
             return None, grads

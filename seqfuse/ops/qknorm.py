@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any, Literal
 
 import torch
@@ -13,9 +13,7 @@ from ..casts import dtype_of
 from ..env import Env
 from ._parameters import parameter
 from ._tensors import check_last, floating, rows_summed, stats_dtype, unflatten
-
-_aten: Any = torch.ops.aten
-_layer_norm_backward: Callable[..., tuple[Tensor, Tensor, Tensor]] = _aten.native_layer_norm_backward.default._op
+from .norm import layer_norm_backward
 
 
 class QKNorm(sf.UnfusedOperation):
@@ -116,7 +114,7 @@ class QKNorm(sf.UnfusedOperation):
         return y, self.Saved(x=x, rstd=rstd, q_weight=q_weight, k_weight=k_weight, mean=mean)
 
     def _by_torch(self, x: Tensor, *weights: Tensor | None) -> bool:
-        """Whether torch's LayerNorm on a CPU computes each pass: four passes over memory instead of twenty."""
+        """Whether torch's LayerNorm computes both passes, once for queries and once for keys."""
         if self.kind != "layer" or self.full_width or x.device.type != "cpu":
             return False
         own = *weights, parameter(self, "q_bias"), parameter(self, "k_bias")
@@ -147,7 +145,7 @@ class QKNorm(sf.UnfusedOperation):
             d, mask = d_parts[i].contiguous(), [wanted, f"{prefix}_weight" in needs, False]
             # ATen's kernel reads contiguous statistics.
             read = parts[i], (self.head_dim,), means[i].contiguous(), rstds[i].contiguous(), gain, None
-            d_in, d_weight, _ = _layer_norm_backward(d, *read, mask)
+            d_in, d_weight, _ = layer_norm_backward(d, *read, mask)
             if mask[1]:
                 grads[f"{prefix}_weight"] = d_weight
             if f"{prefix}_bias" in needs:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -75,6 +76,47 @@ def test_gradients_are_those_of_the_function(freeze: Callable[[Net], Any], monke
     torch.testing.assert_close(passes(other, x), wanted)
     with torch.no_grad():
         assert_bitwise_equal(other(x), model(x))
+
+
+def test_a_saved_result_is_freed_and_seen_by_hooks() -> None:
+    class Squashed(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(y := torch.sigmoid(x))
+            return y
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            (y,) = ctx.saved_tensors
+            return grads[0] * y * (1 - y)
+
+    class Squashing(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up = nn.Linear(8, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return Squashed.apply(self.up(x))  # pyright: ignore
+
+    model, x = Squashing(), seeded_randn((5, 8), 0)
+    other = copy.deepcopy(model)
+    sf.convert(other)
+    torch.testing.assert_close(passes(other, x), passes(model, x))
+    seen: list[list[Tensor]] = []
+    for of in (model, other):
+        seen.append(own := [])
+        with torch.autograd.graph.saved_tensors_hooks(lambda t, own=own: (own.append(t.detach()), t)[1], lambda t: t):
+            y = of(x)
+        assert any(torch.equal(t, y) for t in own)
+        kept = weakref.ref(y)
+        y.sum().backward()
+        own.clear()
+        del y
+        assert kept() is None
+    y = other(x.clone().requires_grad_())
+    kept = weakref.ref(y)
+    del y
+    assert kept() is None
 
 
 def test_a_result_that_is_changed_in_place() -> None:
