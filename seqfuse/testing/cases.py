@@ -8,7 +8,7 @@ import functools
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -27,6 +27,7 @@ from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn,
 OnPass = Callable[..., Any]
 """The `on_step` of a `Fuser`: called instead of each pass of a step, with the step and the pass."""
 
+_T = TypeVar("_T")
 HUGE, _MOST_SUBSETS = "huge", 32
 _ROWS = 33  # enough for the bias part of the error bound; not a power of two
 _MANY_ROWS = 130  # more than the usual tiles of tokens, with a partial last tile
@@ -161,7 +162,7 @@ class Specimen:
         self.inputs, self.outputs = op_list.inputs, op_list.outputs
         self.places = dict.fromkeys(range(len(self.nodes)), "")
         self.refused: list[str] = []
-        self._benches: dict[tuple[torch.dtype, bool], Bench] = {}  # for references
+        self._reused: dict[Any, Any] = {}
         for i, parameter in enumerate(self.root.parameters()):
             p = parameter.data
             if p.is_floating_point() and p.numel() and bool((p == p.flatten()[0]).all()):
@@ -184,12 +185,19 @@ class Specimen:
 
     def references(self, case: Case, seed: int, *, wide: bool = False) -> Outcome:
         """Run the references under plain autograd; `wide` in float64."""
-        bench = self._benches.get((case.dtype, wide)) if seed == self.seed else None
-        if bench is None:
-            bench = self.bench(case.dtype, wide=wide)
-            if seed == self.seed and next(self.root.buffers(), None) is None:  # the references change no state
-                self._benches[case.dtype, wide] = bench
+        bench = self.reused((case.dtype, wide), seed, lambda: self.bench(case.dtype, wide=wide))
         return self.run(bench, case, seed, reference=True, wide=wide)
+
+    def reused(self, key: Any, seed: int, made: Callable[[], _T]) -> _T:
+        """What `made` returned for an earlier case of this key, so that a known shape is planned only once.
+
+        It is not reused with another seed, which changes the parameters, or with buffers, which a call may change.
+        """
+        if seed != self.seed or next(self.root.buffers(), None) is not None:
+            return made()
+        if key not in self._reused:
+            self._reused[key] = made()
+        return self._reused[key]
 
     def named(self, nodes: Sequence[Any]) -> dict[str, Tensor]:
         """Parameters of a copy by name, prefixed with the place of their operation in the sequence."""

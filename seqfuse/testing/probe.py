@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -60,7 +60,6 @@ class Probe:
 
     def __init__(self, fusion: type[FusedOperation], specimen: Specimen, dtype: torch.dtype) -> None:
         self.fusion, self.specimen, self.dtype, self.seed = fusion, specimen, dtype, specimen.seed
-        self._benches: dict[str, tuple[Bench, Observer]] = {}
         self._plans: dict[tuple[Any, ...], str | None] = {}
         self.combination = next(text for kind, text in _COMBINATIONS.items() if issubclass(fusion, kind))
         self.start = 0
@@ -187,32 +186,24 @@ class Probe:
             return self.bench(of_the_fusion), observer
 
         # Only a bench's first run checks what passes return, which may depend on the layout.
-        how = f"fused, {case.layout}, {case.dy_layout}"
-        bench, observer = made() if fresh else self._observed(how, seed, made)
+        how = self, case.layout, case.dy_layout
+        bench, observer = made() if fresh else self.specimen.reused(how, seed, made)
+        observer.seen.clear()
         with fusing(on_error="raise"):
             return self.specimen.run(bench, case, seed), observer, bench
 
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
-        """The unfused outcome, and the operations' saved tensors in the order of the sequence."""
+        """The unfused outcome, if `wide` without gradients; the operations' saved tensors in the sequence's order."""
 
         def made() -> tuple[Bench, Observer]:
             observer = Observer()
             return self.specimen.bench(self.dtype, (), observer, wide=wide), observer
 
-        bench, observer = self._observed("wide" if wide else "unfused", seed, made)
+        bench, observer = self.specimen.reused((self.dtype, "wide" if wide else "unfused"), seed, made)
+        observer.seen.clear()
+        if wide:
+            case = dataclasses.replace(case, unused=frozenset(("y", *self.specimen.outputs)))
         return self.specimen.run(bench, case, seed, wide=wide), [ahead.out[-1] for ahead in observer.passes("fwd")]
-
-    def _observed(self, how: str, seed: int, made: Callable[[], tuple[Bench, Observer]]) -> tuple[Bench, Observer]:
-        """A bench and its observer, cleared: reused from earlier cases, so that a known shape is planned only once.
-
-        They are not reused with another seed, which changes the parameters, or with buffers, which a call may change.
-        """
-        if seed != self.seed or next(self.specimen.root.buffers(), None) is not None:
-            return made()
-        if how not in self._benches:
-            self._benches[how] = made()
-        self._benches[how][1].seen.clear()
-        return self._benches[how]
 
     def measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
         """A case fused, unfused and in float64; raises AssertionError for failures other than numeric ones."""
