@@ -208,7 +208,8 @@ def is_same(node: Any) -> Node | None:
     """
     name = spelled(node)
     if name == "dropout":
-        off = not argument(node, 1, "p", 0.5) or not argument(node, 2, "training", True)
+        on = argument(node, 2, "training", node.kwargs.get("train", True))  # `torch.dropout` calls it `train`
+        off = not argument(node, 1, "p", 0.5) or not on
         return node.args[0] if off and isinstance(node.args[0], Node) else None
     if name == "getitem":
         index: Any = node.args[1]

@@ -334,8 +334,8 @@ def names_its_arguments(m: Layers, x: Tensor) -> Tensor:
     gate, up = torch.split(m.up(x), split_size_or_sections=8, dim=-1)
     y = m.b(torch.mul(input=F.silu(input=gate), other=up))
     y = F.linear(input=torch.tanh(input=y), weight=m.a.weight, bias=m.a.bias)
-    y = torch.relu(input=y) ** 2 + torch.sigmoid(input=F.dropout(input=y, p=0.0))
-    y = F.layer_norm(input=torch.add(input=y, other=x), normalized_shape=[8], weight=m.w)
+    y = torch.relu(input=y) ** 2 + torch.sigmoid(input=torch.dropout(input=y, p=0.5, train=False))
+    y = F.layer_norm(input=torch.add(input=F.dropout(input=y, p=0.0), other=x), normalized_shape=[8], weight=m.w)
     gate, up = torch.chunk(input=m.up(y), chunks=2, dim=-1)
     return m.c(y * torch.rsqrt(input=y.pow(2).mean(-1, keepdim=True) + 1e-6)) + gate * torch.softmax(input=up, dim=-1)
 

@@ -114,7 +114,7 @@ def raise_activation(node: Node) -> Found:
 def raise_dropout(node: Node) -> Found:
     """F.dropout(x, p, training)."""
     p = argument(node, 1, "p", 0.5)
-    if not p or not argument(node, 2, "training", True) or argument(node, 3, "inplace", False) or isinstance(p, Node):
+    if is_same(node) is not None or argument(node, 3, "inplace", False) or isinstance(p, Node):
         return None
     return one(ops.Dropout(p), argument(node, 0, "input"), node)
 
