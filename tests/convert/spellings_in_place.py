@@ -90,3 +90,11 @@ def change_after_a_sum(name: str, change: Callable[[Tensor], object]) -> None:
 change_after_a_sum("leaky relu in place, by position", lambda y: F.leaky_relu(y, 0.1, True))
 change_after_a_sum("relu in place, by position", lambda y: F.relu(y, True))
 change_after_a_sum("a product in place, by its method", lambda y: y.__imul__(3))
+
+
+@spelling
+def adds_to_a_product_without_gradients(m: Layers, x: Tensor) -> Tensor:
+    y = m.a(x)
+    with torch.no_grad():
+        y.add_(m.b(x))
+    return m.c(F.gelu(y))
