@@ -139,6 +139,12 @@ def views_are_changed(node: Node) -> bool:
     return False
 
 
+def is_detached(node: Node) -> bool:
+    """Whether a call detaches a result in place: its example then needs no gradient, but earlier calls had it."""
+    detaching = node.graph.find_nodes(op="call_method", target="detach_")
+    return any(_memory(change.args[0]) == _memory(node) for change in detaching)
+
+
 def readers_after(change: Node, place: Mapping[Node, int]) -> set[Node]:
     """The calls that read a tensor, or a view of it, after a call that changes it, but not as that call's result."""
     changed, at = _changed(change), place[change]

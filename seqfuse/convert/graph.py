@@ -42,8 +42,11 @@ def spelled(node: Any) -> str | None:
     if not isinstance(node, Node):
         return None
     if node.op == "call_method":
-        return _ALIKE.get(name := str(node.target), name)
-    return _name_of_function(node.target) if node.op == "call_function" else None
+        name = _ALIKE.get(name := str(node.target), name)
+    else:
+        name = _name_of_function(node.target) if node.op == "call_function" else None
+    # Torch gives no gradient to bits that are read as another dtype, even if it is the same.
+    return "view_dtype" if name == "view" and isinstance(argument(node, 1, "dtype"), torch.dtype) else name
 
 
 @functools.lru_cache(1024)

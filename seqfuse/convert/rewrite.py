@@ -27,7 +27,7 @@ from ..plan import Choice
 from ..recipes import Recipe
 from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
-from .effects import CannotOrder, Effects, in_place, sort, states, views_are_changed
+from .effects import CannotOrder, Effects, in_place, is_detached, sort, states, views_are_changed
 from .graph import (
     WRITTEN,
     argument,
@@ -301,7 +301,8 @@ def _insert(
             holder = then("call_method", "clone", holder)
         if e is not None and e.dtype is not made.dtype:
             holder = then("call_method", "to", holder, e.dtype)
-        if e is not None and needs and not e.requires_grad:  # a result that needs no gradient among others that do
+        # A result that needs no gradient among others that do.
+        if e is not None and needs and not e.requires_grad and not is_detached(node):
             holder = then("call_method", "detach", holder)
         holder.meta = dict(node.meta)
         holders[node] = holder

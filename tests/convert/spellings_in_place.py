@@ -98,3 +98,14 @@ def adds_to_a_product_without_gradients(m: Layers, x: Tensor) -> Tensor:
     with torch.no_grad():
         y.add_(m.b(x))
     return m.c(F.gelu(y))
+
+
+@spelling
+def detaches_in_place_what_was_read(m: Layers, x: Tensor) -> Tensor:
+    y = F.layer_norm(m.a(x), (8,))
+    z = m.b(y)
+    y.detach_()
+    return m.c(y) + z
+
+
+short("reads bits as the same dtype", lambda m, x: m.b((y := F.relu(m.a(x))).view(y.dtype)) + m.c(x))
