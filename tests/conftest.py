@@ -58,7 +58,7 @@ IN_C = tuple(
 )  # fmt: skip
 """Files of these that the other half runs too, with C kernels: the functions under test are the same."""
 
-IN_TURN = ("kernels", "fusions", "gpu", "losses", "lowprecision", "ops")
+IN_TURN = ("kernels", "fusions", "gpu", "losses", "lowprecision", "nn", "ops")
 """Folders with many cases that differ only in a dtype or a fusion."""
 
 

@@ -147,23 +147,21 @@ def planned(model: sf.Sequential) -> list[Any]:
     return [part.lowering.plan for part in model._fuser.op_list().parts if not isinstance(part, int)]
 
 
-@pytest.mark.parametrize("memory", ["fast", "lean"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_says_what_is_saved(name: str, memory: Any) -> None:
-    model, x = built(name, memory)
-    plan = model.plan(x)
-    assert plan.memory is not None, plan.memory_unknown
-    assert plan.memory.saved == kept(model, x)
-
-
-@pytest.mark.parametrize("autocast", [False, True])
-@pytest.mark.parametrize("memory", ["fast", "lean"])
-@pytest.mark.parametrize("name", MODELS)
-def test_a_plan_is_that_of_the_call(name: str, memory: Any, autocast: bool) -> None:
+# Under autocast each model has one of the choices, in turn.
+@pytest.mark.parametrize(
+    ("name", "memory", "autocast"),
+    [
+        pytest.param(name, memory, autocast, marks=[pytest.mark.full] * (autocast and (i + j) % 2))
+        for i, name in enumerate(MODELS)
+        for j, memory in enumerate(("fast", "lean"))
+        for autocast in (False, True)
+    ],
+)
+def test_a_plan_is_that_of_the_call_and_says_what_is_saved(name: str, memory: Any, autocast: bool) -> None:
     model, x = built(name, memory)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
         plan = model.plan(x)
-        with contextlib.suppress(RuntimeError):  # "another dtype": float64 is not cast
+        with contextlib.suppress(RuntimeError) if autocast else contextlib.nullcontext():  # float64 is not cast
             model(x)
             run = planned(model)
             for steps in ("forward", "backward"):
@@ -171,6 +169,9 @@ def test_a_plan_is_that_of_the_call(name: str, memory: Any, autocast: bool) -> N
                 assert ahead == [(s.name, s.covers, s.needs) for p in run for s in getattr(p, steps)]
             assert plan.segments == tuple(s for p in run for s in p.segments)
             assert plan.env in [p.env for p in run]
+            if not autocast:
+                assert plan.memory is not None, plan.memory_unknown
+                assert plan.memory.saved == kept(model, x)
 
 
 def test_tokens_and_flops_are_those_behind_the_module() -> None:

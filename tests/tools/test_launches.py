@@ -21,23 +21,19 @@ pytestmark = pytest.mark.skipif(_launch.INTERPRETED, reason="kernels are interpr
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_every_kernel_is_launched(target: str) -> None:
+def test_every_kernel_is_launched_and_names_tell_configurations_apart(target: str) -> None:
     found: set[str] = set()
     for one in pkgutil.iter_modules(kernels.__path__):
         if one.name.removeprefix("_").removesuffix("_kernel") in WITHOUT.get(target, ()):
             continue
         module = importlib.import_module(f"{kernels.__name__}.{one.name}")
         found |= {name for name, value in vars(module).items() if type(value) is JITFunction and "_kernel" in name}
-    launched = {one.kernel.__name__ for module in CALLS for one in variants(module, target)}
+    made = {module: [*variants(module, target)] for module in CALLS}
+    launched = {one.kernel.__name__ for every in made.values() for one in every}
     assert launched == found.difference(WITHOUT.get(target, ()))
-
-
-@pytest.mark.parametrize("target", TARGETS)
-@pytest.mark.parametrize("module", CALLS)
-def test_names_tell_configurations_apart(module: str, target: str) -> None:
-    names = [one.name for one in variants(module, target)]
-    assert bool(names) != (module in WITHOUT.get(target, ()))
-    assert len(names) == len(set(names))
+    for module, every in made.items():
+        assert bool(every) != (module in WITHOUT.get(target, ()))
+        assert len(every) == len({one.name for one in every}), module
 
 
 @pytest.mark.parametrize("module", CALLS)
