@@ -10,6 +10,7 @@ import triton.backends.amd.compiler
 import triton.backends.nvidia.compiler
 import triton.compiler
 
+importlib.import_module("torch._dynamo")  # which fake tensors import
 importlib.import_module("tools.launches")  # imports all kernels
 
 # A hash of all of Triton's files, which each compiling process would compute.

@@ -10,9 +10,14 @@ operators call numpy at once: the tests of kernels take a fifth of the time. Num
 from __future__ import annotations
 
 import dataclasses
+import functools
+import inspect
 import operator
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
+
+import torch
 
 _NUMBERS = frozenset(("fp16", "fp32", "fp64", "int32", "int64"))
 _INTEGERS = frozenset(("int1", "int32", "int64"))
@@ -25,10 +30,105 @@ _CASTS = frozenset((source, target) for source in ("int1", *_KNOWN) for target i
     ("fp16", "fp32"), ("fp32", "fp16"), ("fp16", "fp64"), ("fp64", "fp16"),
 }  # fmt: skip
 """Conversions that numpy does as they are."""
+_ROUNDED = frozenset(pair for one in ("bf16", "fp8e4nv", "fp8e5") for pair in ((one, "fp32"), ("fp32", one)))
 
 
-def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
-    """The parts of Triton to replace: owner, name, and what stands in its place."""
+@functools.cache
+def replacements(interpreter: Any) -> list[tuple[Any, str, Any]]:
+    """The parts of Triton to replace: owner, name, and what stands in its place. Types are made once for all blocks."""
+    return [*_launches(interpreter), *_replacements(interpreter)]
+
+
+@functools.cache
+def methods(interpreter: Any) -> list[tuple[str, Callable[[Any], Any]]]:
+    """Methods of `tl.tensor` by name, each made of the one it stands for, which it calls for whatever is not frequent:
+    operands whose numbers are stored as bits or without a sign, and constants that the other's type does not hold.
+    """
+    return [*_methods(interpreter)]
+
+
+def _launches(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
+    """What a launch asks of a kernel, once for each kernel."""
+    import numpy as np
+    import triton.language.core as core
+
+    executors: dict[Any, Any] = {}
+    specification, kinds, convert = functools.cache(inspect.getfullargspec), dict[Any, Any](), interpreter._implicit_cvt
+
+    def run(self: Any, *args: Any, grid: Any, warmup: bool, **named: Any) -> None:
+        if warmup:
+            return
+        if self not in executors:
+            executors[self] = interpreter.GridExecutor(self.rewrite(), self.arg_names, grid, self.pre_run_hooks)
+        executors[self].grid = grid
+        executors[self](*args, **named)
+
+    def getcallargs(function: Any, *args: Any, **named: Any) -> dict[str, Any]:
+        names, defaults = specification(function).args, specification(function).defaults or ()
+        given = dict(zip(names, args, strict=False))
+        found = {**dict(zip(names[len(names) - len(defaults) :], defaults, strict=True)), **given, **named}
+        if len(args) > len(names) or given.keys() & named.keys() or len(found) != len(names):
+            return inspect.getcallargs(function, *args, **named)
+        return found
+
+    def implicit_cvt(arg: Any) -> Any:
+        if arg.__class__ is int and -(2**31) <= arg < 2**31:
+            data, kind = np.array([arg], np.int32), core.int32
+        elif arg.__class__ is torch.Tensor:
+            kind = kinds.get(arg.dtype)
+            if kind is None:
+                kind = kinds[arg.dtype] = convert(arg).type
+            data = np.array([arg.data_ptr()], np.uint64)
+        else:
+            return convert(arg)
+        return core.tensor(interpreter.TensorHandle(data, kind), kind)
+
+    yield interpreter.InterpretedFunction, "run", run
+    quick = {"getfullargspec": specification, "getcallargs": getcallargs}
+    yield interpreter, "inspect", types.SimpleNamespace(**{**vars(inspect), **quick})
+    yield interpreter, "_implicit_cvt", implicit_cvt
+
+
+@functools.cache
+def _numbers() -> dict[str, Any]:
+    import numpy as np
+
+    return {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
+
+
+@functools.cache
+def _maker(interpreter: Any) -> Callable[[Any, Any], Any]:
+    """`made(data, type)`: a tensor of a known type, without calls of constructors."""
+    import triton.language.core as core
+
+    new, tensor, handle = object.__new__, core.tensor, interpreter.TensorHandle
+
+    def made(data: Any, kind: Any) -> Any:
+        known = kind.__dict__.get("_of_its_tensors")
+        if known is None:
+            return tensor(handle(data, kind.scalar), kind)
+        one, its = new(tensor), new(handle)
+        one.shape, one.numel, one.dtype = known
+        one.handle, one.type = its, kind
+        its.data, its.dtype, its.attr = data, one.dtype, {}
+        return one
+
+    return made
+
+
+def _constant(kind: Any, value: Any) -> Any:
+    """A Python number in a tensor's type, where Triton computes in that type; else None."""
+    number = _numbers().get(kind.name)
+    if number is None:
+        return None
+    if value.__class__ is int:
+        return number(value) if -(2**24) <= value <= 2**24 else None
+    if value.__class__ is not float or kind.name != "fp32":
+        return None
+    return number(value or 0.0) if value == 0 or 1e-30 < abs(value) < 1e30 else None
+
+
+def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     import numpy as np
     import triton.language.core as core
     from triton.language import random
@@ -63,7 +163,7 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
             blocks[key] = found
         return found
 
-    make_tensor = core.tensor.__init__
+    make_tensor, made = core.tensor.__init__, _maker(interpreter)
 
     def init_tensor(self: Any, handle: Any, type: Any) -> None:
         known = type.__dict__.get("_of_its_tensors")
@@ -80,16 +180,40 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         kind = o.__class__
         return o.value if kind is constexpr else o if kind in plain else unwrap(o)
 
-    semantic = type(interpreter.interpreter_semantic)
-    broadcast = semantic.broadcast_impl_value
+    semantic, handle = type(interpreter.interpreter_semantic), interpreter.TensorHandle
+    broadcast, broadcasts, others = semantic.broadcast_impl_value, dict[Any, Any](), dict[Any, Any]()
 
     def broadcast_impl_value(self: Any, lhs: Any, rhs: Any) -> Any:
         blocks = lhs.type.__class__ is block_type
-        if blocks is (rhs.type.__class__ is block_type) and (
-            not blocks or lhs.type.shape.values == rhs.type.shape.values
-        ):
+        if blocks is not (rhs.type.__class__ is block_type):
+            return (lhs, filled(lhs.type, rhs)) if blocks else (filled(rhs.type, lhs), rhs)
+        if not blocks or lhs.type.shape.values == rhs.type.shape.values:
             return lhs, rhs
-        return broadcast(self, lhs, rhs)
+        key = id(lhs.type), id(rhs.type)
+        found = broadcasts.get(key)
+        if found is None:
+            both = broadcast(self, lhs, rhs)
+            broadcasts[key] = *(one.type for one in both), lhs.type, rhs.type
+            return both
+        return expanded(lhs, found[0]), expanded(rhs, found[1])
+
+    def filled(like: Any, one: Any) -> Any:
+        """A block of the shape of another, of one number."""
+        data = np.empty(like.shape.values, get_np_dtype(one.dtype))
+        data[...] = one.handle.data
+        return made(data, with_element_ty(like, one.dtype))
+
+    def expanded(one: Any, kind: Any) -> Any:
+        if one.type is kind:
+            return one
+        return made(np.broadcast_to(one.handle.data, kind.shape.values), kind)
+
+    def with_element_ty(self: Any, scalar_ty: Any) -> Any:
+        key = id(self), id(scalar_ty)
+        found = others.get(key)
+        if found is None:
+            found = others[key] = block_type(scalar_ty, self.shape), self, scalar_ty
+        return found[0]
 
     wrapper = core.program_id.__code__  # of each function of the language, which checks that `_semantic` is given
 
@@ -103,25 +227,52 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         scope.set_attr(obj, name, called)
 
     builder, cast, alike = interpreter.interpreter_builder, semantic.cast, semantic.binary_op_type_checking_impl
-    handle, casts = interpreter.TensorHandle, {}
+    casts, choose, load = dict[Any, Any](), semantic.where, semantic._load_legacy
 
     def quick_cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         source, target = input.dtype.name, dst_ty.scalar.name
         if source == target and source in _KNOWN:
             return input
-        if fp_downcast_rounding is not None or (source, target) not in _CASTS:
+        rounds = (source, target) in _ROUNDED
+        if fp_downcast_rounding is not None or not (rounds or (source, target) in _CASTS):
             return cast(self, input, dst_ty, fp_downcast_rounding)
         key = id(input.type), target
         found = casts.get(key)
         if found is None:
             found = casts[key] = input.type.with_element_ty(dst_ty.scalar), get_np_dtype(dst_ty), input.type
-        data = input.handle.data.astype(found[1])
-        return core.tensor(handle(data, found[0].scalar), found[0])
+        if rounds:
+            return made(builder.cast_impl(input.handle, found[0]).data, found[0])
+        return made(input.handle.data.astype(found[1]), found[0])
 
     def binary_op_type_checking_impl(self: Any, lhs: Any, rhs: Any, *given: Any, **named: Any) -> Any:
-        if lhs.__class__ is rhs.__class__ is core.tensor and lhs.type is rhs.type and lhs.dtype.name in _KNOWN:
-            return lhs, rhs
+        if lhs.__class__ is rhs.__class__:
+            if lhs.__class__ is core.tensor and lhs.dtype.name in _KNOWN and lhs.dtype is rhs.dtype:
+                return broadcast_impl_value(self, lhs, rhs)
+        elif lhs.__class__ is core.tensor:
+            if (number := _constant(lhs.dtype, rhs)) is not None:
+                return lhs, of_number(lhs, number)
+        elif rhs.__class__ is core.tensor and (number := _constant(rhs.dtype, lhs)) is not None:
+            return of_number(rhs, number), rhs
         return alike(self, lhs, rhs, *given, **named)
+
+    def of_number(like: Any, number: Any) -> Any:
+        shape = like.type.shape.values if like.type.__class__ is block_type else (1,)
+        data = np.empty(shape, number.dtype)
+        data[...] = number
+        return made(data, like.type)
+
+    def where(self: Any, condition: Any, x: Any, y: Any) -> Any:
+        x, y = binary_op_type_checking_impl(self, x, y, True, True)
+        blocks = condition.type.__class__ is x.type.__class__ is block_type and condition.dtype.name == "int1"
+        if not blocks or condition.type.shape.values != x.type.shape.values:
+            return choose(self, condition, x, y)
+        return made(np.where(condition.handle.data, x.handle.data, y.handle.data), x.type)
+
+    def load_legacy(self: Any, ptr: Any, mask: Any, other: Any, *given: Any) -> Any:
+        if other is not None and ptr.type.__class__ is block_type and other.type.__class__ is not block_type:
+            kind = ptr.dtype.element_ty  # one number is cast, not a block of it
+            other = other if kind.name == "int1" else quick_cast(self, other, kind)
+        return load(self, ptr, mask, other, *given)
 
     rounds = random.philox_impl
 
@@ -142,6 +293,9 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         yield random, "philox_impl", philox_impl
     yield interpreter, "_patch_attr", patch_attr
     yield semantic, "cast", quick_cast
+    yield semantic, "where", where
+    yield semantic, "_load_legacy", load_legacy
+    yield block_type, "with_element_ty", with_element_ty
     yield semantic, "binary_op_type_checking_impl", binary_op_type_checking_impl
     yield semantic, "broadcast_impl_value", broadcast_impl_value
     yield interpreter, "_get_np_dtype", get_np_dtype
@@ -155,17 +309,13 @@ def replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     yield builder, "options", dataclasses.replace(builder.options, sanitize_overflow=False)
 
 
-def methods(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
-    """Methods of `tl.tensor` by name, each made of the one it stands for, which it calls for whatever is not frequent:
-    operands whose numbers are stored as bits or without a sign, and constants that the other's type does not hold.
-    """
+def _methods(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
     import numpy as np
     import triton.language.core as core
 
     tensor: Any = core.tensor
-    constexpr, pointer_type, handle = core.constexpr, core.pointer_type, interpreter.TensorHandle
+    constexpr, pointer_type, made = core.constexpr, core.pointer_type, _maker(interpreter)
     semantic, bool_type = interpreter.interpreter_semantic, core.int1
-    numbers: dict[str, Any] = {"fp32": np.float32, "int32": np.int32, "int64": np.int64}
     joined: dict[tuple[int, int], tuple[Any, ...]] = {}
     sliced: dict[tuple[int, ...], tuple[Any, Any]] = {}
     block_type, every = core.block_type, slice(None)
@@ -183,16 +333,6 @@ def methods(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
             found = joined[key] = shaped, shaped.with_element_ty(bool_type), converted, self.type, other.type
         return found
 
-    def constant(kind: Any, value: Any) -> Any:
-        number = numbers.get(kind.name)
-        if number is None:
-            return None
-        if value.__class__ is int:
-            return number(value) if -(2**24) <= value <= 2**24 else None
-        if value.__class__ is not float or kind.name != "fp32":
-            return None
-        return number(value or 0.0) if value == 0 or 1e-30 < abs(value) < 1e30 else None
-
     def quick(function: Any, kinds: frozenset[str], compares: bool, turned: bool) -> Callable[[Any], Any]:
         def of(slow: Any) -> Any:
             def method(self: Any, other: Any) -> Any:
@@ -205,15 +345,13 @@ def methods(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
                     left, right = self.handle.data, other.handle.data
                     if converted is not None:
                         left, right = left.astype(converted, copy=False), right.astype(converted, copy=False)
-                elif (right := constant(self.dtype, other)) is not None:
+                elif (right := _constant(self.dtype, other)) is not None:
                     left, result = self.handle.data, self.type
                     truth = join(self, self)[1] if compares else None
                 else:
                     return slow(self, other)
                 data = function(right, left) if turned else function(left, right)
-                return (
-                    tensor(handle(data, bool_type), truth) if compares else tensor(handle(data, result.scalar), result)
-                )
+                return made(data, truth if compares else result)
 
             return method
 
@@ -230,7 +368,7 @@ def methods(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
             if self.dtype.__class__ is pointer_type and other.__class__ is tensor and other.dtype.name in _INTEGERS:
                 size = max(1, self.dtype.element_ty.primitive_bitwidth // 8)
                 data = self.handle.data + other.handle.data.astype(np.uint64) * np.uint64(size)
-                return tensor(handle(data, self.dtype), join(self, other)[0])
+                return made(data, join(self, other)[0])
             return slow(self, other)
 
         return method
@@ -246,7 +384,7 @@ def methods(interpreter: Any) -> Iterator[tuple[str, Callable[[Any], Any]]]:
                 result = slow(self, slices)
                 sliced[key] = result.type, kind
                 return result
-            return tensor(handle(self.handle.data[slices], self.dtype), found[0])
+            return made(self.handle.data[slices], found[0])
 
         return method
 

@@ -186,8 +186,8 @@ def test_every_kernel_is_here() -> None:
 def test_the_same_bits_every_time_within_its_tensors(kernel: str, case: str) -> None:
     """Of many rows, and of one number: a read beyond an end finds NaN, and a write there is noticed."""
     subject = SUBJECTS[kernel]
-    rows = 40 if _launch.INTERPRETED else 70  # which threads and a GPU may add in several parts
-    for lead, columns in (((rows,), 130), ((1,), 1)):
+    rows = 18 if _launch.INTERPRETED else 70  # which threads and a GPU may add in several parts
+    for lead, columns in (((rows,), 130), ((1,), 1))[: 2 if subject.sizes else 1]:
         tensors = subject.drawn(case, lead, columns, torch.float32 if IN_C else torch.bfloat16)
         guards = {name: guarded(t) for name, t in tensors.items()}
         with red_zones():
@@ -203,8 +203,9 @@ def test_rows_may_lie_anywhere(kernel: str, case: str) -> None:
     tensors = subject.drawn(case, (4,), 24, torch.float32 if IN_C else torch.float16)
     # A GPU loads rows with gaps by other threads, which sum them in another order.
     same: Any = assert_bitwise_equal if DEVICE.type == "cpu" else functools.partial(assert_close, atol=1e-2, rtol=1e-2)
+    plain = {name: t.clone() for name, t in subject.run(case, tensors).items()}
     for lay in (apart, far) if DEVICE.type == "cpu" else (apart,):
-        same(subject.run(case, lay(tensors, subject.fixed or ())), subject.run(case, tensors))
+        same(subject.run(case, lay(tensors, subject.fixed or ())), plain)
     one = as_one(tensors, subject.fixed or ())
     same(subject.run(case, one), subject.run(case, {name: t.contiguous() for name, t in one.items()}))
 
