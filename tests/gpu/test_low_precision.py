@@ -283,7 +283,7 @@ def test_a_graph_replays_a_step(recipe: Recipe, device: torch.device):
         assert_bitwise_equal(replayed, step(model, static, dy))
 
 
-@each_recipe
+@pytest.mark.parametrize("recipe", ALL if HERE else RECIPES, ids=named)
 def test_compilers_trace_it(recipe: Recipe, device: torch.device):
     width, rows = (512, 131) if HERE else (32, 7)
     model = sf.Sequential(ops.Linear(width, 2 * width, False), ops.Linear(2 * width, width, False), recipe=runs(recipe))

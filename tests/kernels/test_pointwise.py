@@ -585,6 +585,7 @@ def test_what_does_not_fit_is_refused_with_a_sentence(name: str, device: torch.d
     ],
 )
 def test_rows_that_lie_apart_are_those_of_torch(name: str, dtype: torch.dtype) -> None:
-    for (rows, width), padding in itertools.product(((37, 12), (130, 9), (9, 1100)), (0, 3)):
+    # Strides that are multiples of 16 bytes, and others.
+    for rows, width, padding in ((37, 12, 0), (37, 12, 3), (130, 9, 0), (9, 1100, 3)):
         with red_zones():
             check(CASES[name], apart(drawn(CASES[name], (rows,), width, dtype), more=padding))

@@ -25,10 +25,12 @@ def hard(form: Any) -> list[Tensor]:
     numbers = np.concatenate([numbers, np.nextafter(numbers, np.float32(np.inf)), np.nextafter(numbers, np.float32(0))])
     numbers = np.minimum(numbers, np.float32(values[-1]))
     found: list[Tensor] = []
-    for factor in (1.0, 3e-3, 2.0**90):
-        one = torch.from_numpy(np.concatenate([numbers, -numbers]) * np.float32(factor))
-        largest = torch.full((one.numel(), 31), float(values[-1] * factor))
-        found += [one[None], torch.cat([one[:, None], largest], 1)]
+    in_turn = np.where(np.arange(numbers.size) % 4 < 2, numbers, -numbers)
+    for factor, signed in ((1.0, np.concatenate([numbers, -numbers])), (3e-3, in_turn), (2.0**90, -in_turn)):
+        one = torch.from_numpy(signed * np.float32(factor))
+        beside = torch.full((-(-one.numel() // 4), 4, 32), float(values[-1] * factor))  # each beside the largest
+        beside.view(-1, 32)[: one.numel(), 0] = one
+        found += [one[None], beside.flatten(1)]
     ends = [0.0, -0.0, 1e-45, -1e-45, 1e-40, 2.0**-126, 1e-30, 1.0, 448.0, 449.0, 57344.0, 1e30, 3.4028234e38]
     found += [torch.tensor(ends).repeat(40, 11), torch.tensor(ends)[:, None].repeat(1, 33), torch.zeros(3, 130)]
     for bad in (math.nan, math.inf, -math.inf):

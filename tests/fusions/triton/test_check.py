@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -35,6 +37,7 @@ from seqfuse.fusions import (
 )
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
+from tests.selection import in_turn
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 Made = Callable[[], list[Any]]
@@ -85,20 +88,20 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
             yield BiasGatedScale, (F32, BF16), (5, 10), scaled
         if packing != "up_gate":
             yield BiasGatedScale, (F32, BF16), (5, 10), lambda s=scaled: [ops.Bias(10), *s()]
-    yield BiasGatedScale, (F32, F16), (5, 10), lambda: [
+    yield BiasGatedScale, (F16, F32), (5, 10), lambda: [
         ops.Bias(10), ops.ClampedSwiGLU(0.75, 1.25), ops.TokenScale("by"),
     ]  # fmt: skip
     joint = ActivationLinearJoint, (F32, BF16)
     yield *joint, (5, 6), lambda: [ops.SiLU(), ops.Linear(6, 9, bias=False)]
     yield *joint, (2, 3, 7), lambda: [ops.Bias(7), ops.GeLU("tanh"), ops.Linear(7, 5)]
-    yield *joint, (2, 3, 6), lambda: [ops.GLU(), ops.Linear(3, 5, bias=False)]
     yield *joint, (5, 8), lambda: [ops.Bias(8), ops.SwiGLU(), ops.Linear(4, 9), ops.Add("other")]
+    yield *joint, (2, 3, 6), lambda: [ops.GLU(), ops.Linear(3, 5, bias=False)]
     yield *joint, (5, 6), lambda: [ops.QuickGeLU(), ops.Linear(6, 9, bias=False), ops.Add("other")]
     for act in (ops.GeLU, ops.Tanh):
         yield LinearBiasPointwise, (F32, BF16), (2, 5, 6), lambda a=act: [ops.Linear(6, 9, False), ops.Bias(9), a()]
 
     both = BiasQKNormRotary, BiasQKNormRotaryBackward
-    for names in ("bias norm rotary", "norm rotary", "bias rotary", "rotary"):
+    for names in ("bias norm rotary", "norm rotary", "rotary", "bias rotary"):
         yield both, (F32, BF16), (5, 32), lambda n=names: [HEADS[name]() for name in n.split()]
     for names in ("bias norm", "norm"):
 
@@ -195,8 +198,9 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     yield joint, (F16,), (5, 8), lambda: [ops.Dropout(0.4, DOWN), *run()]
 
 
+TURNS: dict[Any, Any] = collections.defaultdict(itertools.count)  # of each fusion, so that lists with a bias differ
 CASES = {
-    f"{fusion.__name__} {i}": (fusion, dtypes, shape, made)
+    f"{fusion.__name__} {i}": (fusion, tuple(in_turn(next(TURNS[fusion]), dtypes)), shape, made)
     for i, (fused, dtypes, shape, made) in enumerate(_cases())
     for fusion in (fused if isinstance(fused, tuple) else (fused,))
 }

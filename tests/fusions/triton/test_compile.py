@@ -273,7 +273,7 @@ def test_a_launch_that_would_be_lost_is_an_error(device: torch.device):
 def test_a_transformer(ours: bool, device: torch.device, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(_attention, "interpreting", ours)
     layer: dict[str, Any] = {"norm": ops.RMSNorm, "activation": ops.SwiGLU, "hidden_dim": 12, "causal": True}
-    model, compiler = sf.nn.TransformerStack(2, 8, 2, kv_heads=1, dropout=0.1, **layer).to(device), Compiler()
+    model, compiler = sf.nn.TransformerStack(1, 8, 2, kv_heads=1, dropout=0.1, **layer).to(device), Compiler()
     x = seeded_randn((2, 5, 8), 0).to(device)
     want = passes(copy.deepcopy(model), x)
     for one, other in zip(passes(torch.compile(model, fullgraph=True, backend=compiler), x), want, strict=True):
@@ -289,7 +289,7 @@ def test_inductor_calls_the_operators(device: torch.device):
         seeded_randn((5, 6), 0).to(device),
     )
     want = passes(model, x)
-    with torch._inductor.config.patch(compile_threads=1):
+    with torch._inductor.config.patch(compile_threads=1, cpp_cache_precompile_headers=False):  # for two kernels
         found = passes(torch.compile(model, fullgraph=True), x)
     for one, other in zip(found, want, strict=True):
         torch.testing.assert_close(one, other)
