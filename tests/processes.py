@@ -37,7 +37,7 @@ CONTEXT.set_forkserver_preload([
 ])  # fmt: skip
 # For what imports this library or Triton in its own way.
 BARE = forkserver.ForkServer()
-BARE.set_forkserver_preload(["tests.processes"])
+BARE.set_forkserver_preload(["torch.fx.experimental.symbolic_shapes", "tests.processes"])
 # For what compiles kernels, whatever the process interprets that starts it.
 COMPILING = forkserver.ForkServer()
 COMPILING.set_forkserver_preload(["tests.compiling"])

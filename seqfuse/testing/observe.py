@@ -139,13 +139,14 @@ class Pass:
 class Observer:
     """Collects in `seen` the passes of the operations and fusions it is attached to, or of a `Fuser(on_step=observer)`.
 
-    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`. If
-    `twice`, it runs again with new memory filled with NaN, and raises if results contain this NaN.
+    A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`, unless
+    `watches` is `False`. If `twice`, it runs again with new memory filled with NaN, and raises if results contain this
+    NaN.
     """
 
-    def __init__(self, twice: bool = False) -> None:
+    def __init__(self, twice: bool = False, *, watches: bool = True) -> None:
         self.seen: list[Pass] = []
-        self._twice = twice
+        self._twice, self._watches = twice, watches
 
     def attach(self, owner: Any, modules: Iterable[nn.Module] = ()) -> None:
         """Observe this instance, not its class; `modules` are the modules that its passes read."""
@@ -158,6 +159,10 @@ class Observer:
     def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run and observe one pass of a plan's step."""
         owner = step.operation
+        if not self._watches:
+            out = run(*args, **kwargs)
+            self.seen.append(Pass(owner, pass_name(step, run), args, kwargs, out, step.start))
+            return out
         slots = [owner for node in step.nodes for owner, _ in node.slots.values()]
         modules = [node.operation for node in step.nodes] if step.fused else slots
         out = self._watch(owner, pass_name(step, run), run, dict(_named(owner, modules)), *args, **kwargs)

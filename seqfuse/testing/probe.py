@@ -196,7 +196,7 @@ class Probe:
         """The unfused outcome, if `wide` without gradients; the operations' saved tensors in the sequence's order."""
 
         def made() -> tuple[Bench, Observer]:
-            observer = Observer()
+            observer = Observer(watches=False)  # `check_op` watches operations
             return self.specimen.bench(self.dtype, (), observer, wide=wide), observer
 
         bench, observer = self.specimen.reused((self.dtype, "wide" if wide else "unfused"), seed, made)
