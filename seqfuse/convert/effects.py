@@ -206,6 +206,12 @@ def returned(graph: Graph) -> set[Node]:
     return found
 
 
+def keeps_gradient(node: Node, state: State) -> bool:
+    """Whether a call changes a tensor in place without gradients, so that the tensor keeps its gradient as it was."""
+    e = example(node)
+    return in_place(node) and state.grad is False and e is not None and e.requires_grad
+
+
 class Effects:
     """Decides which nodes of a graph can run as one call, at the position of the last one."""
 
@@ -246,7 +252,7 @@ class Effects:
         computing = {self._states[node].autocast for node in taken if is_same(node) is None}
         if len({state.grad for state in states}) > 1 or len(computing) > 1:
             return False
-        if any(in_place(node) and (spelled(node) != "iadd" or self._is_seen(node, taken)) for node in taken):
+        if any(in_place(node) and self._is_seen(node, taken) for node in taken):
             return False
         places = [self._place[node] for node in taken]
         for i, node, changed in self._changes:
@@ -257,7 +263,11 @@ class Effects:
         return True
 
     def _is_seen(self, change: Node, taken: set[Node]) -> bool:
-        """Whether a call that is not taken sees a change that is not made, since only taken ones read its result."""
+        """Whether a change cannot be a sum: a call that is not taken would see that it is not made, since only taken
+        ones read its result, or the tensor's gradient would.
+        """
+        if spelled(change) != "iadd" or keeps_gradient(change, self._states[change]):
+            return True
         return taken.issuperset(change.users) and not taken.issuperset(readers_after(change, self._place))
 
 

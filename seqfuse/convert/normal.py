@@ -12,7 +12,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from .effects import State, are_changed, in_place, leave, states
+from .effects import State, are_changed, in_place, keeps_gradient, leave, states
 from .graph import (
     VIEWS,
     argument,
@@ -39,7 +39,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
     modes = states(graph.nodes)
     for node in list(graph.nodes):
         rule = _RULES.get(spelled(node) or "")
-        if rule is None or not node.users or not allowed(node):
+        if rule is None or not node.users or not allowed(node) or keeps_gradient(node, modes[node]):
             continue
         write = Writer(node, modes[node].autocast)
         wanted = example(node)

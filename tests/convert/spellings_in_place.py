@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 
 import torch
@@ -93,14 +94,6 @@ change_after_a_sum("a product in place, by its method", lambda y: y.__imul__(3))
 
 
 @spelling
-def adds_to_a_product_without_gradients(m: Layers, x: Tensor) -> Tensor:
-    y = m.a(x)
-    with torch.no_grad():
-        y.add_(m.b(x))
-    return m.c(F.gelu(y))
-
-
-@spelling
 def detaches_in_place_what_was_read(m: Layers, x: Tensor) -> Tensor:
     y = F.layer_norm(m.a(x), (8,))
     z = m.b(y)
@@ -109,3 +102,18 @@ def detaches_in_place_what_was_read(m: Layers, x: Tensor) -> Tensor:
 
 
 short("reads bits as the same dtype", lambda m, x: m.b((y := F.relu(m.a(x))).view(y.dtype)) + m.c(x))
+
+
+def change_without_gradients(name: str, change: Callable[[Layers, Tensor, Tensor], Tensor]) -> None:
+    def spelled(m: Layers, x: Tensor) -> Tensor:
+        y = m.a(x)
+        with torch.no_grad():
+            y = change(m, y, x)
+        return m.c(F.gelu(y))
+
+    short(f"{name} without gradients", spelled)
+
+
+change_without_gradients("a sum in place", lambda m, y, x: operator.iadd(y, F.gelu(m.b(x))))
+change_without_gradients("a sum by its method", lambda m, y, x: y.add_(m.b(x)))
+change_without_gradients("an activation in place", lambda m, y, x: F.silu(y, inplace=True))

@@ -30,7 +30,7 @@ CAPTURED = (
     "names_its_arguments", "a gain made of data", "a weight made of others", "a learned mask", "groups side by side",
     "RoPE with angles", "norms of several eps", "reads_scores_that_a_mask_was_added_to",
     "leaky relu in place, by position", "relu in place, by position", "a product in place, by its method",
-    "averages_again_after_a_change",
+    "averages_again_after_a_change", "a sum in place without gradients",
 )  # fmt: skip
 
 

@@ -14,7 +14,7 @@ from torch.fx import Graph, Node
 
 from ... import ops
 from ..dtensor import shards_of
-from ..effects import readers_after, states
+from ..effects import keeps_gradient, readers_after, states
 from ..experts import operations, unit_like
 from ..graph import alike, argument, back, called, channel, example, is_fixed, numbers, read_by, spelled, unflattened
 from ..raising import META, Found, behind, in_turn, matcher
@@ -235,8 +235,7 @@ def functional(graph: Graph) -> None:
     """Let blocks of experts make tensors where they change one of their own in place: the factors that a router
     divides, its masks, and the result of an expert of all tokens, to which that of the others is added.
 
-    The tensor is one that the graph made, and that nobody has read before but for its numbers as they were. A change
-    without gradients stays, since the tensor keeps its gradient and a sum would have none.
+    The tensor is one that the graph made, and that nobody has read before but for its numbers as they were.
     """
     place, modes = {node: i for i, node in enumerate(graph.nodes)}, states(graph.nodes)
     for node in graph.nodes:
@@ -252,7 +251,7 @@ def functional(graph: Graph) -> None:
             spelled(values) in _FRESH.get(node.target, ())
             and (node.target == "scatter_" or alike(values, node.args[1]))
             and len(later) == len(values.users) - 1
-            and modes[node].grad == modes[values].grad
+            and not keeps_gradient(node, modes[node])
         ):
             node.target = node.target[:-1]
             for user in later:
