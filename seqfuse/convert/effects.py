@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import argument, example, is_same, spelled, unchanged
+from .graph import HIDDEN, argument, example, is_same, spelled, unchanged
 
 _IN_PLACE = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
@@ -210,6 +210,24 @@ def keeps_gradient(node: Node, state: State) -> bool:
     """Whether a call changes a tensor in place without gradients, so that the tensor keeps its gradient as it was."""
     e = example(node)
     return in_place(node) and state.grad is False and e is not None and e.requires_grad
+
+
+def hide_cuts(graph: Graph) -> None:
+    """Mark views through which torch passes no gradient, so that no spelling contains them.
+
+    These are views made without gradients and read with them, and bits that are read as a dtype, even as their own.
+    """
+    modes = states(graph.nodes)
+    for node in graph.nodes:
+        is_bits = spelled(node) == "view" and isinstance(argument(node, 1, "dtype"), torch.dtype)
+        if is_bits or (modes[node].grad is False and not in_place(node) and _is_read_with_gradients(node, modes)):
+            node.meta[HIDDEN] = True
+
+
+def _is_read_with_gradients(node: Node, modes: Mapping[Node, State]) -> bool:
+    """Whether a result seems to need a gradient, as views of tensors that need one do, where a call reads it."""
+    e = example(node)
+    return e is not None and e.requires_grad and any(modes[user].grad is not False for user in node.users)
 
 
 class Effects:

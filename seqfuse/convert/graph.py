@@ -39,14 +39,11 @@ _SAME = {*CASTS, "contiguous", "view", "reshape", "expand", "expand_as", "clone"
 
 def spelled(node: Any) -> str | None:
     """The name of a torch call, equal for a function, a method, an operator and an ATen overload."""
-    if not isinstance(node, Node):
+    if not isinstance(node, Node) or HIDDEN in node.meta:
         return None
     if node.op == "call_method":
-        name = _ALIKE.get(name := str(node.target), name)
-    else:
-        name = _name_of_function(node.target) if node.op == "call_function" else None
-    # Torch gives no gradient to bits that are read as another dtype, even if it is the same.
-    return "view_dtype" if name == "view" and isinstance(argument(node, 1, "dtype"), torch.dtype) else name
+        return _ALIKE.get(name := str(node.target), name)
+    return _name_of_function(node.target) if node.op == "call_function" else None
 
 
 @functools.lru_cache(1024)
@@ -367,6 +364,9 @@ def swapped(node: Any) -> tuple[int, int] | None:
     moved = [dim for dim, place in enumerate(order) if dim != place]
     return (moved[0], moved[1]) if len(moved) == 2 else None
 
+
+HIDDEN = "seqfuse_hidden"
+"""Marks a call that no spelling contains."""
 
 WRITTEN = "seqfuse_written"
 """Marks a node that a matcher wrote for its operations; it is removed if it is not read."""

@@ -27,7 +27,7 @@ from ..plan import Choice
 from ..recipes import Recipe
 from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
-from .effects import CannotOrder, Effects, in_place, is_detached, sort, states, views_are_changed
+from .effects import CannotOrder, Effects, hide_cuts, in_place, is_detached, sort, states, views_are_changed
 from .graph import (
     WRITTEN,
     argument,
@@ -93,6 +93,7 @@ def rewrite(
         return options.allowed(owner(node))
 
     positional(graph)
+    hide_cuts(graph)
     localize(gm, allowed)
     fold_sizes(graph)
     normalize(graph, allowed)

@@ -117,3 +117,12 @@ def change_without_gradients(name: str, change: Callable[[Layers, Tensor, Tensor
 change_without_gradients("a sum in place", lambda m, y, x: operator.iadd(y, F.gelu(m.b(x))))
 change_without_gradients("a sum by its method", lambda m, y, x: y.add_(m.b(x)))
 change_without_gradients("an activation in place", lambda m, y, x: F.silu(y, inplace=True))
+
+
+@spelling
+def turns_there_and_back_without_gradients(m: Layers, x: Tensor) -> Tensor:
+    y = F.gelu(m.a(x))
+    with torch.no_grad():
+        z = y.transpose(1, 2).transpose(1, 2)
+        weight = m.b.weight.t()
+    return m.c(z * 0.5) + x @ weight
