@@ -302,8 +302,9 @@ def _insert(
             holder = then("call_method", "clone", holder)
         if e is not None and e.dtype is not made.dtype:
             holder = then("call_method", "to", holder, e.dtype)
-        # A result that needs no gradient among others that do.
-        if e is not None and needs and not e.requires_grad and not is_detached(node):
+        if is_detached(node):
+            holder = then("call_method", "clone", holder)  # torch does not detach a view in place
+        elif e is not None and needs and not e.requires_grad:  # a result without gradient among others that have one
             holder = then("call_method", "detach", holder)
         holder.meta = dict(node.meta)
         holders[node] = holder

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .spellings import Layers, joined, qkv, short, spelling
+from .spellings import Layers, joined, qkv, rms, short, spelling
 
 
 @spelling
@@ -126,3 +126,12 @@ def turns_there_and_back_without_gradients(m: Layers, x: Tensor) -> Tensor:
         z = y.transpose(1, 2).transpose(1, 2)
         weight = m.b.weight.t()
     return m.c(z * 0.5) + x @ weight
+
+
+@spelling
+def detaches_in_place_what_was_made_without_gradients(m: Layers, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        y = F.gelu(m.b(x))
+        z = rms(y, m.w)
+    y.detach_()
+    return m.c(x) + m.a(z) * y
