@@ -143,16 +143,18 @@ test_in_several_processes = Facts({
 }).test  # fmt: skip
 
 
-def dies() -> None:
+def dies(error: Path) -> None:
     os._exit(7)
 
 
-def is_late() -> None:
-    time.sleep(3 * SECONDS)
+def is_late(error: Path) -> None:
+    end = time.monotonic() + 3 * SECONDS
+    while not error.exists() and time.monotonic() < end:
+        time.sleep(0.1)
     os._exit(7)
 
 
-def _process(rank: int, act: Callable[[], None], backward: bool, folder: str) -> None:
+def _process(rank: int, act: Callable[[Path], None], backward: bool, folder: str) -> None:
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     patience = datetime.timedelta(seconds=PATIENCE)
@@ -163,7 +165,7 @@ def _process(rank: int, act: Callable[[], None], backward: bool, folder: str) ->
     y = model(x)
     _set_pg_timeout(datetime.timedelta(seconds=SECONDS))
     if rank == 1:
-        act()
+        act(Path(folder, "error"))
     start = time.monotonic()
     try:
         (y.sum().backward if backward else lambda: model(x))()
@@ -180,7 +182,7 @@ def _process(rank: int, act: Callable[[], None], backward: bool, folder: str) ->
         for backward, way in ((False, "forward"), (True, "backward"))
     ],
 )
-def test_the_others_get_an_error_in_time(act: Callable[[], None], backward: bool, tmp_path: Path) -> None:
+def test_the_others_get_an_error_in_time(act: Callable[[Path], None], backward: bool, tmp_path: Path) -> None:
     args = act, backward, str(tmp_path)
     processes = [CONTEXT.Process(target=_process, args=(rank, *args)) for rank in range(2)]
     for process in processes:
