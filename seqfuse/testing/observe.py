@@ -173,6 +173,13 @@ class Observer:
         """Calls of `fwd` or of `bwd` in order, at all positions or at one."""
         return [p for p in self.seen if p.name == name and at in (None, p.at)]
 
+    def firsts(self) -> list[Pass]:
+        """The first call of each pass at each position, for checks that depend only on shapes."""
+        found: dict[tuple[str, int], Pass] = {}
+        for each in self.seen:
+            found.setdefault((each.name, each.at), each)
+        return [*found.values()]
+
     def _watch(
         self, owner: Any, name: str, fn: Callable[..., Any], watched: dict[str, object], /, *args: Any, **kwargs: Any
     ) -> Any:

@@ -131,7 +131,7 @@ def _check(
             _check_numbers(name, specimen, case)
             count += 1
         with saying(f"{name}, {few}"):
-            for run in _observed(specimen, few)[2].seen:
+            for run in _observed(specimen, few)[2].firsts():
                 assert_fakes_alike(run)
                 if run.name == "fwd":
                     assert_saves_no_copies(run)

@@ -162,7 +162,7 @@ class Probe:
                 judge_case(functools.partial(self.measure, case), case, self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
             self._check_reads(observer, bench)
-            for run in observer.seen if whole else ():
+            for run in observer.firsts() if whole else ():
                 assert_fakes_alike(run)
                 if run.name == "fwd" and not inference:
                     assert_saves_no_copies(run)

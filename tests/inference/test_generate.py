@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from seqfuse import ops
 from seqfuse.inference import KVCache, generate, stream
+from seqfuse.inference.generate import GraphedStep
 from seqfuse.integrations.huggingface import from_huggingface
 
 from .test_kvcache import model_of, tokens
@@ -190,3 +191,8 @@ def test_what_does_not_fit_is_refused(arguments: dict[str, Any], message: str):
     given = {"tokens": tokens(2, 5), "max_new_tokens": 3, **arguments}
     with pytest.raises(ValueError, match=message):
         generate(model_of("GPT"), **given)
+
+
+def test_a_graph_is_refused_where_there_is_no_gpu():
+    with pytest.raises(ValueError, match="a CUDA graph needs a cache on a GPU, got one on cpu"):
+        GraphedStep(model_of("GPT"), KVCache(2, 9))
