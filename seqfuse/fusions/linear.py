@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import _disable_current_modes  # pyright: igno
 from ..casts import dtype_of, lowered
 from ..env import Env, Savings, autocast_of, constant_under_compile
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
-from ..hardware import C_WORTHWHILE, ONEDNN_WORTHWHILE, STEP
+from ..hardware import C_BESIDE_TORCH, ONEDNN_WORTHWHILE, STEP
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import (
@@ -79,7 +79,7 @@ class LinearBiasAct(ForwardFusion):
     bias: Bias | None
     act: ReLU | Sigmoid | Tanh
 
-    native_below = C_WORTHWHILE
+    native_below = C_BESIDE_TORCH
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
@@ -211,7 +211,7 @@ class LinearBiasAdd(ForwardFusion):
     bias: Bias | None
     add: Add
 
-    native_below = C_WORTHWHILE
+    native_below = C_BESIDE_TORCH
     layout = "any"
 
     def requires(self, env: Env) -> Requirements:
@@ -334,7 +334,7 @@ class BackwardLinearAdd(BackwardFusion):
     linear: Linear
     bias: Bias | None
 
-    native_below = C_WORTHWHILE
+    native_below = C_BESIDE_TORCH
     layout = "any"
     separable = True
 

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .. import pointwise as sf
+from ..hardware import GELU_BESIDE_TORCH
 from ._tensors import real
 
 # ATen operators without a public name in `torch`; not as overloads, which forward every argument in Python.
@@ -153,6 +154,10 @@ class GeLU(sf.Pointwise):
     native = True
     autocast = "same"
     value, derivative = device_functions()
+
+    @property
+    def native_below(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        return GELU_BESIDE_TORCH[self.approximate]
 
     @property
     def device_name(self) -> str:

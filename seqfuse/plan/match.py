@@ -91,6 +91,9 @@ MAX_FAILURES = 3
 """After so many failures at one position a fusion is not tried there again."""
 
 
+SMALL = "tensors this small gain nothing from a C kernel"
+
+
 class Refusal(NamedTuple):
     """A fusion that matched but is not used: its name, the first position, and the reason.
 
@@ -382,7 +385,7 @@ def _unavailable(cls: type[FusedOperation], env: Env, fusing: Fusing, width: int
     if cls.kernels and env.kernels not in cls.kernels:
         return (why_no_c() if env.device == "cpu" and "c" in cls.kernels else "") or "needs a Triton device"
     if cls.kernels and env.kernels == "c" and not fusing.unmeasured and 0 < (env.rows or 0) * width < C_WORTHWHILE:
-        return "tensors this small gain nothing from a C kernel"
+        return SMALL
     return "the input has no rows" if env.rows == 0 else None
 
 

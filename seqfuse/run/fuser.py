@@ -26,7 +26,8 @@ from ..plan.facts import any_rows
 from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
-from ..plan.plan import Plan, Search, plan_region
+from ..plan.native import torch_calls
+from ..plan.plan import Plan
 from ..plan.quantized import check_stateless
 from ..plan.reference import (
     by_reference,
@@ -38,12 +39,13 @@ from ..plan.reference import (
     walk_reference,
 )
 from ..plan.schedule import AnyChoice, Budget, Choice, choice_of
+from ..plan.search import Search, plan_region
 from ..plan.step import Stretch
 from ..recipes import current as quantizing
 from ..settings import fusing_now, settings
 from .guard import bind as bind_call
 from .guard import device, dtype, has_main_grad, requires
-from .lower import Context, OnStep, lower, torch_calls
+from .lower import Context, OnStep, lower
 from .node import saved_hooks
 from .preview import choice_in, preview
 from .regions import (
@@ -292,8 +294,11 @@ class Fuser:
         fused: list[Any] = [s.operation for s in (*plan.forward, *plan.backward) if s.fused]
         unasked = memory == "balanced" and not plan.recomputed and not any(f.saves_memory for f in fused)
         plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
-        native = torch_calls(plan) if plainly else None
-        return CompiledRegion(plan, planned, segments, views, native or ())
+        calls = torch_calls(stretch) if plainly else None
+        steps = (*plan.forward, *plan.backward)
+        if calls is None or any(step.fused and calls.elements >= step.operation.native_below for step in steps):
+            return CompiledRegion(plan, planned, segments, views)
+        return CompiledRegion(plan, planned, segments, views, calls.calls)
 
     def _changed(self) -> OpList:
         config_version.bump()

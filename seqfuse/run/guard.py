@@ -15,8 +15,11 @@ from torch._C._functorch import peek_interpreter_stack
 
 from ..casts import cast_once
 from ..env import any_autocast, autocast_of
+from ..errors import step_note
 from ..generated import Source, identifier
 from ..group import summed_gradient
+from ..plan.flatten import Node
+from ..plan.inputs import clearer
 from ..recipes import current as quantizing
 from ..settings import current_fusing, default_fusing
 from .lower import Segment
@@ -32,10 +35,16 @@ def has_main_grad(t: Tensor) -> bool:
     return "main_grad" in t.__dict__
 
 
+def _add_place(nodes: Sequence[Node], at: int, error: Exception) -> None:
+    clearer(nodes, range(at, at + 1), error, None)
+    error.add_note(step_note(nodes[at].name, at, nodes[at].path))
+
+
 _guards: Any = torch._C._dynamo.guards  # pyright: ignore
 _Named = tuple[str, Tensor]
 _FIXED: Mapping[str, Any] = {
     "kind": type,
+    "add_place": _add_place,
     "apply": apply_node,
     "plain": run_plain,
     "taken": taken,
@@ -73,6 +82,7 @@ def bind(
     of these the device as well. Without a state, for tensors without data, nothing is checked and there are no
     collectives. Errors of torch calls get the place of their operation as a note.
     """
+    nodes = lowering.stretch.nodes
     slots, channels, autocast = region.slots, region.channels, lowering.plan.env.autocast
     s = Source("call", "x, channels, seeds")
     s.constants.update(_FIXED)
@@ -113,15 +123,17 @@ def bind(
             if call.keeps is not None:
                 kept[call.keeps] = f"kept{i}"
             entering = ["x", *[at[id(owner), attribute] for owner, attribute in call.parameters]]
-            entering += [f"{identifier(name)}={kept[channel]}" for name, channel in call.reads]
+            entering += [f"{identifier(name)}={kept.get(channel) or local[channel]}" for name, channel in call.reads]
             made_by = "x" if call.run is None else f"{s.put(call.run)}({', '.join(entering)})"
             target = "x" if call.keeps is None else kept[call.keeps]
             s.add(*[f"    at = {i}"] * (i > 0), f"    {target} = {made_by}")
         s.add(
             "except Exception as error:",
-            f"    error.add_note({s.put([c.place for c in lowering.native])}[at])",
+            f"    add_place({s.put(nodes)}, {s.put([c.position for c in lowering.native])}[at], error)",
             "    raise",
         )
+        readers = nodes[region.start].readers
+        s.add(*(f"del channels[{s.put(c)}]" for c in channels if max(readers[c]) < region.stop))
     segments = () if lowering.native else lowering.segments
     casts = autocast is not None and any(segment.live for segment, _ in segments)
     s.add(*["with cast_once():"] * casts)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import threading
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, NamedTuple
@@ -14,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from ..env import Env
-from ..errors import step_note
 from ..operation import FusableOperation, configured
 from ..plan.flatten import Node, public_channels
 from ..plan.inputs import Like, check_dtypes
@@ -250,67 +248,6 @@ class Segment:
         needs = Wants.of(self.context.nodes, start, stop, x, dict.fromkeys(channels, True), True, asks).needs
         steps = [dataclasses.replace(s, needs=tuple(needs[p] for p in s.covers)) for s in self.backward]
         return tuple(s for s in steps if any(s.needs))
-
-
-class TorchCall(NamedTuple):
-    """The torch function of a native operation, or a GEMM with its bias, and its parameters after x.
-
-    An operation that returns x unchanged has no function; a channel `keeps` x. Others `reads` channels as keywords.
-    """
-
-    run: Callable[..., Tensor] | None
-    parameters: tuple[ParameterPlace, ...]
-    place: str  # the note of an error
-    keeps: str | None = None
-    reads: tuple[tuple[str, str], ...] = ()
-
-
-def torch_calls(plan: Plan) -> list[TorchCall] | None:
-    """The torch calls equivalent to a plan, if there are any: autograd runs them without one of our nodes.
-
-    Requires that each operation is native, all gradients are needed, and no fusion does more than torch.
-    """
-    env, steps = plan.env, (*plan.forward, *plan.backward)
-    nodes = [node for step in plan.forward for node in step.nodes]
-    operations: list[Any] = [node.operation for node in nodes]
-    size = (env.rows or 0) * max(max(operation.features or (1,)) for operation in operations)
-    if (
-        env.autocast is not None
-        or env.dtype not in (torch.float32, torch.float64)
-        or any(s.borders or s.recipes for s in steps)
-    ):
-        return None
-    if any(step.fused and size >= step.operation.native_below for step in steps):
-        return None
-    work = (env.rows or 0) * max(math.prod(operation.features or ()) for operation in operations)
-    if env.multiplies_by_onednn(work):  # autograd's GEMMs would be slower
-        return None
-    calls: list[TorchCall] = []
-    joined, first = False, plan.forward[0].start
-    kept: set[str] = set()
-    for i, (node, operation, needs) in enumerate(zip(nodes, operations, plan.needs, strict=True)):
-        own = tuple(node.slots.values())
-        if (needs and not needs.issuperset(node.slots)) or any(getattr(*slot).dtype is not env.dtype for slot in own):
-            return None
-        if joined:
-            calls[-1] = calls[-1]._replace(parameters=(*calls[-1].parameters, *own))
-            joined = False
-            continue
-        if not operation.native or node.seed is not None or node.sum_over:
-            return None
-        leaving = [channel for _, channel in node.outputs]
-        # Channels that cross the region's border are passed by the engine.
-        inside = kept.issuperset(channel for _, channel in node.inputs) and all(
-            node.readers[channel] and max(node.readers[channel]) < first + len(nodes) for channel in leaving
-        )
-        run = None if leaving else operation.torch_call()
-        if not inside or (run is None and not (operation.is_view and len(leaving) == 1)):
-            return None
-        kept.update(leaving)
-        place = step_note(node.name, first + i, node.path)
-        calls.append(TorchCall(run, own, place, leaving[0] if leaving else None, node.inputs))
-        joined = i + 1 < len(nodes) and operation.joins(operations[i + 1])
-    return calls
 
 
 def lower(plan: Plan, context: Context, configured_at: dict[int, Any]) -> list[Segment]:

@@ -19,9 +19,10 @@ from ..plan.flatten import Node
 from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
 from ..plan.match import Matcher, is_own
-from ..plan.plan import Plan, Search, held_by, merge, plan_region
+from ..plan.plan import Plan, merge
 from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
+from ..plan.search import Search, held_by, plan_region
 from ..plan.step import Stretch, Wants
 from ..settings import Fusing, fusing_now
 from .regions import OpList, Region

@@ -18,10 +18,11 @@ from torch.nn.utils import parametrize
 from ..group import Group
 from ..operation import FusableOperation, UnfusedOperation
 from ..plan.flatten import TWINS, Fingerprint, Node, flatten, plain_type, public_channels
+from ..plan.native import TorchCall
 from ..plan.plan import Plan
 from ..plan.reference import number_seeds
 from ..plan.step import Stretch
-from .lower import Segment, TorchCall
+from .lower import Segment
 from .shards import mark_shards
 
 KEPT_LOWERINGS = 512

@@ -21,7 +21,7 @@ from .families import VOCABULARY, randomized
 
 transformers: Any = pytest.importorskip("transformers")
 pytest.importorskip("transformers.integrations.moe")
-planning: Any = importlib.import_module("seqfuse.plan.plan")
+planning: Any = importlib.import_module("seqfuse.plan.search")
 
 SIZES = {
     "vocab_size": VOCABULARY, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1,

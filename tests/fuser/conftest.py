@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 
-planning: Any = importlib.import_module("seqfuse.plan.plan")
+planning: Any = importlib.import_module("seqfuse.plan.search")
 
 
 @pytest.fixture(autouse=True)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.plan import plan as planning
+from seqfuse.plan import search as planning
 from seqfuse.run import fuser as running
 from seqfuse.testing import seeded_randn
 

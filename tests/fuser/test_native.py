@@ -9,10 +9,12 @@ import torch
 from torch import Tensor, nn
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import compiler, ops
 from tests.fuser.fusions import BiasTanhForward, tensor
 from tests.fuser.kit import PlainResidual
 from tests.watching import saving
+
+needs_compiler = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
 
 
 class BiasTanh(BiasTanhForward):
@@ -78,15 +80,81 @@ def test_so_does_a_residual_block_bit_for_bit() -> None:
     assert "AddBackward0" in nodes(ours(x.requires_grad_()))
 
 
-@pytest.mark.parametrize("public", ["a channel that leaves", "a channel that enters"])
-def test_channels_of_the_caller_run_behind_a_node(public: str) -> None:
-    x, other = (tensor(4, 5, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
-    if public == "a channel that leaves":
-        y, left = sf.Sequential(ops.Fork("left"), ops.Linear(5, 5))(x)
-        assert left is not None
-    else:
-        y = sf.Sequential(ops.Linear(5, 5), ops.Add("right"))(x, right=other)
+def test_a_channel_that_leaves_has_a_node() -> None:
+    x = tensor(4, 5, dtype=torch.float32).requires_grad_()
+    y, left = sf.Sequential(ops.Fork("left"), ops.Linear(5, 5))(x)
+    assert left is not None
     assert "AddmmBackward0" not in nodes(y)
+
+
+def test_a_channel_that_enters_is_an_operand_of_torchs_calls() -> None:
+    model = sf.Sequential(ops.Linear(5, 5), ops.Add("right"), ops.Tanh(), ops.Add("right"))
+    x, right = (tensor(4, 5, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
+    for _ in range(2):
+        want = torch.tanh(nn.functional.linear(x, model[0].weight, model[0].bias) + right) + right
+        got = model(x, right=right)
+        assert torch.equal(got, want)
+        weight = torch.arange(1.0, 21.0).view(4, 5)
+        inputs = [x, right, *model.parameters()]
+        for mine, its in zip(*(torch.autograd.grad(y, inputs, weight) for y in (got, want)), strict=True):
+            torch.testing.assert_close(mine, its, rtol=0, atol=0)
+    assert "AddmmBackward0" in nodes(got)
+    with pytest.raises(sf.InputError, match=r"SF101 .*position 2 \(Add\): adds tensors of one shape") as caught:
+        model(x, right=right[:3])
+    assert caught.value.path == "1"
+
+
+def test_a_channel_of_several_regions_outlives_the_first() -> None:
+    model = sf.Sequential(ops.Linear(5, 5), ops.Add("r"), nn.Softsign(), ops.Add("r"), ops.Tanh())
+    x, r = (tensor(4, 5, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
+    want = torch.tanh(nn.functional.softsign(nn.functional.linear(x, model[0].weight, model[0].bias) + r) + r)
+    for _ in range(2):
+        assert torch.equal(model(x, r=r), want)
+
+
+SMALL = "tensors this small gain nothing from a C kernel"
+
+
+def in_c(plan: sf.Plan) -> bool:
+    return plan.compiler is not None
+
+
+@needs_compiler
+def test_small_tensors_take_torchs_calls_instead_of_c_kernels() -> None:
+    model = sf.Sequential(ops.LayerNorm(64), ops.Linear(64, 64), ops.ReLU(), ops.Linear(64, 64), ops.Add("r"))
+    x, r = (tensor(64, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1))
+    plan = model.plan(x, r=r)
+    assert not in_c(plan)
+    assert {refusal.reason for refusal in plan.refused if refusal.fusion == "PointwiseChainBackward"} == {SMALL}
+    assert "SeqfuseBackward" not in nodes(model(x, r=r))
+    assert plan.cost <= 0
+    with sf.fusing(unmeasured=True):
+        assert in_c(model.plan(x, r=r))
+        assert "SeqfuseBackward" in nodes(model(x, r=r))
+    many = [tensor(2048, 64, dtype=torch.float32, seed=seed).requires_grad_() for seed in (0, 1)]
+    assert in_c(model.plan(many[0], r=many[1]))  # 2 ** 17 elements
+    model.memory = "balanced"
+    assert not in_c(model.plan(x, r=r))
+    model.memory = "lean"
+    assert "SeqfuseBackward" in nodes(model(x, r=r))
+
+
+CHANGED: dict[str, Any] = {
+    "exact GeLU": lambda model: model.__setitem__(1, ops.GeLU()),
+    "dropout": lambda model: model.append(ops.Dropout(0.5)),
+    "a fusion of the user": lambda model: setattr(model, "fusions", (*model.fusions, BiasTanh)),
+}
+
+
+@needs_compiler
+@pytest.mark.parametrize("change", CHANGED.values(), ids=CHANGED)
+def test_c_kernels_run_where_torch_is_not_faster(change: Any) -> None:
+    model = sf.Sequential(ops.Linear(64, 64), ops.Tanh(), ops.LayerNorm(64), ops.Linear(64, 64), ops.ReLU())
+    x = tensor(64, 64, dtype=torch.float32).requires_grad_()
+    assert not in_c(model.plan(x))
+    change(model)
+    assert in_c(model.plan(x))
+    assert "SeqfuseBackward" in nodes(model(x))
 
 
 def test_a_sum_of_two_shapes_is_refused_as_ever() -> None:

@@ -19,7 +19,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.nn import TransformerLayer
 from seqfuse.ops import _lowprecision
-from seqfuse.plan import plan as planning
+from seqfuse.plan import search as planning
 from seqfuse.plan.step import Step, Stretch
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, seeded_randn

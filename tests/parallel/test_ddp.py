@@ -12,7 +12,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.nn import TransformerStack
-from seqfuse.plan import plan as segments
+from seqfuse.plan import search as segments
 from tests.processes import Facts
 from tests.watching import Calls, name_of
 

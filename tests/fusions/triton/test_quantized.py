@@ -13,7 +13,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.kernels import quantize as kernels
 from seqfuse.ops import _lowprecision as low
-from seqfuse.plan import plan as planning
+from seqfuse.plan import search as planning
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.triton_fixtures import DEVICE

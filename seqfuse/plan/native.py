@@ -1,0 +1,72 @@
+"""Stretches that torch's own calls can run, by nodes of autograd, instead of a node of this library."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from .step import Stretch
+
+
+class TorchCall(NamedTuple):
+    """The torch function of a native operation, or a GEMM with its bias, and its parameters after x.
+
+    An operation that returns x unchanged has no function; a channel `keeps` x. Others `reads` channels as keywords.
+    """
+
+    run: Callable[..., Tensor] | None
+    parameters: tuple[tuple[nn.Module, str], ...]
+    position: int
+    keeps: str | None = None
+    reads: tuple[tuple[str, str], ...] = ()
+
+
+class TorchCalls(NamedTuple):
+    """The calls of a stretch, in order."""
+
+    calls: tuple[TorchCall, ...]
+    elements: int  # of the widest tensor
+    below: float  # with fewer elements they take less time than a node with C kernels
+
+
+def torch_calls(stretch: Stretch) -> TorchCalls | None:
+    """The torch calls that equal the unfused operations of a stretch, if there are any.
+
+    Requires that each operation is native and that all gradients are needed.
+    """
+    env, nodes, first = stretch.env, stretch.inside, stretch.start
+    if env.autocast is not None or env.dtype not in (torch.float32, torch.float64):
+        return None
+    if stretch.borders or stretch.recipes:
+        return None
+    operations: list[Any] = [node.operation for node in nodes]
+    calls: list[TorchCall] = []
+    joined, below = False, math.inf
+    for i, (node, operation) in enumerate(zip(nodes, operations, strict=True)):
+        own, needs = tuple(node.slots.values()), stretch.wants.needs[first + i]
+        if (needs and not needs.issuperset(node.slots)) or any(getattr(*slot).dtype is not env.dtype for slot in own):
+            return None
+        if joined:
+            calls[-1] = calls[-1]._replace(parameters=(*calls[-1].parameters, *own))
+            joined = False
+            continue
+        leaving = [channel for _, channel in node.outputs]
+        # The engine passes channels that leave the stretch.
+        inside = all(node.readers[channel] and max(node.readers[channel]) < first + len(nodes) for channel in leaving)
+        if not (operation.native and inside) or node.seed is not None or node.sum_over:
+            return None
+        run = None if leaving else operation.torch_call()
+        if run is None and not (operation.is_view and len(leaving) == 1):
+            return None
+        calls.append(TorchCall(run, own, first + i, leaving[0] if leaving else None, node.inputs))
+        below = min(below, operation.native_below)
+        joined = i + 1 < len(nodes) and operation.joins(operations[i + 1])
+    features = [operation.features or (1,) for operation in operations]
+    rows = env.rows or 0
+    if env.multiplies_by_onednn(rows * max(map(math.prod, features))):  # autograd's GEMMs would be slower
+        return None
+    return TorchCalls((*calls,), rows * max(map(max, features)), below if env.device == "cpu" else 0)
