@@ -150,6 +150,7 @@ class Multiply(OnChannel):
         other: Tensor = sf.field(for_="x")
         shape: tuple[int, ...]  # shape of other
 
+    native = True
     autocast = "promote"
 
     def reference(self, x: Tensor, *, other: Tensor) -> Tensor:

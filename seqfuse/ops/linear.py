@@ -49,6 +49,7 @@ class Bias(sf.UnfusedOperation):
     class Saved(sf.Saved):
         """Empty: the backward pass only reads dy."""
 
+    native = True
     autocast = "same"
 
     # A weak reference: the owner holds its member strongly, and callers of a member hold the owner as well. In a tuple,
@@ -135,6 +136,10 @@ class Bias(sf.UnfusedOperation):
 
     def reference(self, x: Tensor) -> Tensor:
         return x + self._addend(x)
+
+    def torch_call(self) -> Callable[..., Tensor] | None:
+        held = self.held().get("bias")
+        return None if held is None else torch.add
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         return x + self._addend(x), self._saved()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -26,6 +27,7 @@ class Scale(sf.UnfusedOperation):
     class Saved(sf.Saved):
         factor: float
 
+    native = True
     autocast = "same"
 
     def __init__(self, factor: float) -> None:
@@ -69,6 +71,7 @@ class LayerScale(sf.UnfusedOperation):
         x: Tensor = sf.field(for_="gamma")  # [*, size]
         gamma: Tensor = sf.field(for_="x")  # [size], the parameter
 
+    native = True
     autocast = "promote"
 
     def __init__(
@@ -85,6 +88,9 @@ class LayerScale(sf.UnfusedOperation):
 
     def reference(self, x: Tensor) -> Tensor:
         return x * self.gamma
+
+    def torch_call(self) -> Callable[..., Tensor] | None:
+        return None if self._parameters.get("gamma") is None else torch.mul
 
     def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
         gamma = required(self, "gamma")

@@ -26,6 +26,7 @@ class Identity(sf.UnfusedOperation):
         """Empty: the backward pass only reads dy."""
 
     is_view = True
+    native = True
     autocast = "same"
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -63,6 +64,7 @@ class Reshape(sf.UnfusedOperation):
         trailing: tuple[int, ...]
 
     is_view = True
+    native = True
     autocast = "same"
 
     def __init__(self, *shape: int, dims: int = 1) -> None:
@@ -122,6 +124,7 @@ class Transpose(sf.UnfusedOperation):
         """Empty: the backward pass only reads dy."""
 
     is_view = True
+    native = True
     autocast = "same"
 
     def __init__(self, dim0: int, dim1: int) -> None:

@@ -46,6 +46,7 @@ def torch_calls(stretch: Stretch) -> TorchCalls | None:
     operations: list[Any] = [node.operation for node in nodes]
     calls: list[TorchCall] = []
     joined, below = False, math.inf
+    made = ends = False  # whether x is the result of a call that no channel keeps yet; whether a call follows each
     for i, (node, operation) in enumerate(zip(nodes, operations, strict=True)):
         own, needs = tuple(node.slots.values()), stretch.wants.needs[first + i]
         if (needs and not needs.issuperset(node.slots)) or any(getattr(*slot).dtype is not env.dtype for slot in own):
@@ -55,18 +56,26 @@ def torch_calls(stretch: Stretch) -> TorchCalls | None:
             joined = False
             continue
         leaving = [channel for _, channel in node.outputs]
-        # The engine passes channels that leave the stretch.
-        inside = all(node.readers[channel] and max(node.readers[channel]) < first + len(nodes) for channel in leaving)
-        if not (operation.native and inside) or node.seed is not None or node.sum_over:
-            return None
         run = None if leaving else operation.torch_call()
+        if not operation.native or node.seed is not None or node.sum_over:
+            return None
         if run is None and not (operation.is_view and len(leaving) == 1):
             return None
+        if run is None:
+            inside = node.readers[leaving[0]] and max(node.readers[leaving[0]]) < first + len(nodes)
+            # The caller may change a tensor that leaves: it must not be x, y or another such tensor as well.
+            if not (inside or made):
+                return None
+            made, ends = made and bool(inside), ends and bool(inside)
+        elif not operation.is_view:
+            made = ends = True
         calls.append(TorchCall(run, own, first + i, leaving[0] if leaving else None, node.inputs))
         below = min(below, operation.native_below)
         joined = i + 1 < len(nodes) and operation.joins(operations[i + 1])
-    features = [operation.features or (1,) for operation in operations]
-    rows = env.rows or 0
+    if not ends:
+        return None
+    rows, features = env.rows or 0, [operation.features or (1,) for operation in operations]
     if env.multiplies_by_onednn(rows * max(map(math.prod, features))):  # autograd's GEMMs would be slower
         return None
-    return TorchCalls((*calls,), rows * max(map(max, features)), below if env.device == "cpu" else 0)
+    widths = [max(each) for each in features] if stretch.shapes is None else [s[-1] for s in stretch.shapes if s]
+    return TorchCalls((*calls,), rows * max(widths, default=1), below if env.device == "cpu" else 0)

@@ -134,6 +134,7 @@ def bind(
         )
         readers = nodes[region.start].readers
         s.add(*(f"del channels[{s.put(c)}]" for c in channels if max(readers[c]) < region.stop))
+        made.update((c, name) for c, name in kept.items() if not readers[c] or max(readers[c]) >= region.stop)
     segments = () if lowering.native else lowering.segments
     casts = autocast is not None and any(segment.live for segment, _ in segments)
     s.add(*["with cast_once():"] * casts)

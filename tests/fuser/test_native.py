@@ -80,11 +80,40 @@ def test_so_does_a_residual_block_bit_for_bit() -> None:
     assert "AddBackward0" in nodes(ours(x.requires_grad_()))
 
 
-def test_a_channel_that_leaves_has_a_node() -> None:
+def test_a_channel_that_leaves_is_a_result_of_torchs_calls() -> None:
+    model = sf.Sequential(
+        ops.Linear(5, 5), ops.Fork("inside"), ops.Fork("left"), ops.Tanh(), ops.Fork("right"), ops.Add("inside"),
+        ops.LayerScale(5), ops.Bias(5), ops.Scale(-3.0), ops.Reshape(1, 5), ops.Transpose(-1, -2),
+    )  # fmt: skip
+    nn.init.normal_(model[6].gamma)
     x = tensor(4, 5, dtype=torch.float32).requires_grad_()
-    y, left = sf.Sequential(ops.Fork("left"), ops.Linear(5, 5))(x)
-    assert left is not None
-    assert "AddmmBackward0" not in nodes(y)
+    left = nn.functional.linear(x, model[0].weight, model[0].bias)
+    y = ((left.tanh() + left) * model[6].gamma + model[7].bias) * -3.0
+    want = y.view(4, 1, 5).mT, left, left.tanh()
+    for _ in range(2):
+        got = model(x)
+        for mine, its in zip(got, want, strict=True):
+            assert torch.equal(mine, its)
+    assert "SeqfuseBackward" not in nodes(got[0])
+    sums = [sum((t * (3 + i)).square().sum() for i, t in enumerate(tensors)) for tensors in (got, want)]
+    for mine, its in zip(*(torch.autograd.grad(s, [x, *model.parameters()]) for s in sums), strict=True):
+        torch.testing.assert_close(mine, its)
+
+
+ALIASES: dict[str, tuple[Any, ...]] = {
+    "the input": (ops.Fork("left"), ops.Linear(5, 5)),
+    "the result": (ops.Linear(5, 5), ops.Fork("left")),
+    "a view of the result": (ops.Linear(5, 5), ops.Fork("left"), ops.Transpose(0, 1)),
+    "another channel": (ops.Linear(5, 5), ops.Fork("left"), ops.Fork("right"), ops.Linear(5, 5)),
+}
+
+
+@pytest.mark.parametrize("operations", ALIASES.values(), ids=ALIASES)
+def test_a_channel_that_is_also(operations: Any) -> None:
+    x = tensor(4, 5, dtype=torch.float32).requires_grad_()
+    y, *left = sf.Sequential(*operations)(x)
+    assert "SeqfuseBackward" in nodes(y)
+    assert "SeqfuseBackward" in nodes(left[-1])
 
 
 def test_a_channel_that_enters_is_an_operand_of_torchs_calls() -> None:
@@ -178,7 +207,7 @@ CHANGES: dict[str, Any] = {
     "main_grad": lambda model: setattr(model[1].weight, "main_grad", torch.zeros(7, 5)),
     "lean": lambda model: setattr(model, "memory", "lean"),
     "a fusion": lambda model: setattr(model, "fusions", (BiasTanh,)),
-    "an operation that is several calls": lambda model: model.append(ops.Scale(2.0)),
+    "an operation that is several calls": lambda model: model.append(ops.SquaredReLU()),
 }
 
 
