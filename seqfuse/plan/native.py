@@ -9,6 +9,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
+from ..casts import dtype_of
+from ..fusion import FusedOperation
+from ..hardware import C_WORTHWHILE
 from .step import Stretch
 
 
@@ -31,6 +34,13 @@ class TorchCalls(NamedTuple):
     calls: tuple[TorchCall, ...]
     elements: int  # of the widest tensor
     below: float  # with fewer elements they take less time than a node with C kernels
+    on_cpu: bool
+
+    def replace(self, fusion: FusedOperation) -> bool:
+        """Whether they take less time than a node with this fusion."""
+        below = fusion.native_below
+        # On a GPU a launch takes as long as the rest of a node.
+        return self.elements < (below if self.on_cpu or math.isinf(below) else min(below, C_WORTHWHILE))
 
 
 def torch_calls(stretch: Stretch) -> TorchCalls | None:
@@ -49,7 +59,7 @@ def torch_calls(stretch: Stretch) -> TorchCalls | None:
     made = ends = False  # whether x is the result of a call that no channel keeps yet; whether a call follows each
     for i, (node, operation) in enumerate(zip(nodes, operations, strict=True)):
         own, needs = tuple(node.slots.values()), stretch.wants.needs[first + i]
-        if (needs and not needs.issuperset(node.slots)) or any(getattr(*slot).dtype is not env.dtype for slot in own):
+        if (needs and not needs.issuperset(node.slots)) or any(dtype_of(*slot) is not env.dtype for slot in own):
             return None
         if joined:
             calls[-1] = calls[-1]._replace(parameters=(*calls[-1].parameters, *own))
@@ -78,4 +88,4 @@ def torch_calls(stretch: Stretch) -> TorchCalls | None:
     if env.multiplies_by_onednn(rows * max(map(math.prod, features))):  # autograd's GEMMs would be slower
         return None
     widths = [max(each) for each in features] if stretch.shapes is None else [s[-1] for s in stretch.shapes if s]
-    return TorchCalls((*calls,), rows * max(widths, default=1), below if env.device == "cpu" else 0)
+    return TorchCalls((*calls,), rows * max(widths, default=1), below, env.device == "cpu")

@@ -15,7 +15,7 @@ from .arriving import Unknown
 from .facts import look, made_again
 from .front import Front, Scales, bytes_held, steps_of
 from .match import SMALL, Known, Matcher, Refusal, is_own
-from .native import torch_calls
+from .native import TorchCalls, torch_calls
 from .plan import Plan
 from .schedule import (
     Budget,
@@ -188,6 +188,11 @@ class Search:
         assert isinstance(self.kept, Kept)
         return Front(self.stretch, self.found, self.fast, self.kept, self.weigh)
 
+    @cached_property
+    def native(self) -> TorchCalls | None:
+        """The torch calls that equal its unfused operations, if there are any."""
+        return torch_calls(self.stretch)
+
     def held(self, plan: Plan) -> tuple[int, int]:
         """The bytes that a plan saves here and their peak; raises `Unknown`."""
         spans = [span for span in plan.segments if span.start in self.stretch.positions]
@@ -219,11 +224,11 @@ class Search:
         in_c = stretch.env.kernels == "c" and any(c.fusion.kernels for c in used)
         if not (ours and in_c) or chosen.recomputed or stretch.fusing.unmeasured:
             return chosen
-        calls = torch_calls(stretch)
+        calls = self.native
         if calls is None or not 0 < calls.elements < calls.below:
             return chosen
         stop, found = stretch.positions.stop, self.candidates(False)[0]
-        plainly = [c for c in found if calls.elements < c.fusion.native_below]
+        plainly = [c for c in found if calls.replace(c.fusion)]
         forward, backward = cheapest(stretch.start, stop, plainly, live) if plainly else ([], [])
         taken = {id(c): c for c in (*forward, *backward)}.values()
         extra = sum(c.cost for c in used) - sum(c.cost for c in taken)  # costs count no node: it is not slower

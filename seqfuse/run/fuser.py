@@ -26,7 +26,6 @@ from ..plan.facts import any_rows
 from ..plan.flatten import flatten, has_own_graph, public_channels
 from ..plan.inputs import check_devices, expect_tensor, validate
 from ..plan.match import NEAR, Matcher
-from ..plan.native import torch_calls
 from ..plan.plan import Plan
 from ..plan.quantized import check_stateless
 from ..plan.reference import (
@@ -294,11 +293,10 @@ class Fuser:
         fused: list[Any] = [s.operation for s in (*plan.forward, *plan.backward) if s.fused]
         unasked = memory == "balanced" and not plan.recomputed and not any(f.saves_memory for f in fused)
         plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
-        calls = torch_calls(stretch) if plainly else None
+        calls = search.native if plainly else None
         steps = (*plan.forward, *plan.backward)
-        if calls is None or any(step.fused and calls.elements >= step.operation.native_below for step in steps):
-            return CompiledRegion(plan, planned, segments, views)
-        return CompiledRegion(plan, planned, segments, views, calls.calls)
+        natively = calls is not None and all(not step.fused or calls.replace(step.operation) for step in steps)
+        return CompiledRegion(plan, planned, segments, views, calls.calls if calls is not None and natively else ())
 
     def _changed(self) -> OpList:
         config_version.bump()

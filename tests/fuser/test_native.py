@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import pytest
@@ -10,6 +11,8 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import compiler, ops
+from seqfuse.fusions import LinearBias, LinearBiasAct
+from seqfuse.plan.native import TorchCalls
 from tests.fuser.fusions import BiasTanhForward, tensor
 from tests.fuser.kit import PlainResidual
 from tests.watching import saving
@@ -166,6 +169,45 @@ def test_small_tensors_take_torchs_calls_instead_of_c_kernels() -> None:
     assert not in_c(model.plan(x, r=r))
     model.memory = "lean"
     assert "SeqfuseBackward" in nodes(model(x, r=r))
+    assert all(choice.microseconds >= 0 for choice in plan.choices)
+    assert len(plan.choices) > 1
+    assert in_c(sf.Sequential(ops.Linear(64, 64), ops.ReLU(), memory="lean").plan(x))
+    without_features = sf.Sequential(ops.Scale(2.0), ops.Tanh())
+    assert not in_c(without_features.plan(x))
+    assert in_c(without_features.plan(many[0]))
+
+
+class Watch(nn.Module):
+    """Notes its input the first time, and afterwards whether that is gone."""
+
+    def __init__(self, seen: list[Any]) -> None:
+        super().__init__()
+        self.seen = seen
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen.append(self.seen[0]() is None if self.seen else weakref.ref(x))
+        return x * 1.0
+
+
+def test_a_channel_is_freed_after_its_last_reader() -> None:
+    seen: list[Any] = []
+    model = sf.Sequential(
+        ops.Linear(5, 5), ops.Fork("r"), Watch(seen), ops.Tanh(), ops.Add("r"), Watch(seen), ops.Tanh()
+    )
+    with torch.no_grad():
+        model(tensor(4, 5, dtype=torch.float32))
+        seen.clear()
+        model(tensor(4, 5, dtype=torch.float32))
+    assert seen[1]
+
+
+def test_on_a_gpu_a_launch_counts() -> None:
+    calls = TorchCalls((), 4096, 1 << 17, on_cpu=False)
+    fusion = LinearBiasAct(linear=ops.Linear(64, 64), bias=None, act=ops.ReLU())
+    assert not calls.replace(fusion)
+    assert calls._replace(on_cpu=True).replace(fusion)
+    assert calls._replace(elements=1000).replace(fusion)
+    assert calls.replace(LinearBias(linear=ops.Linear(64, 64), bias=ops.Bias(64)))
 
 
 CHANGED: dict[str, Any] = {
