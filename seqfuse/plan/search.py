@@ -220,7 +220,7 @@ class Search:
         """The choice, without C kernels if torch's own calls are expected to take less time than a node with them."""
         stretch, live = self.stretch, self.stretch.wants.live_from
         used = [*{id(c): c for c in (*chosen.forward, *chosen.backward)}.values()]
-        ours = not any(c.measured or c.fusion.saves_memory or is_own(type(c.fusion)) for c in used)
+        ours = not any(c.fusion.saves_memory or is_own(type(c.fusion)) for c in used)
         in_c = stretch.env.kernels == "c" and any(c.fusion.kernels for c in used)
         if not (ours and in_c) or chosen.recomputed or stretch.fusing.unmeasured:
             return chosen
