@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import math
 import typing
 import warnings
 from collections.abc import Callable, Iterable, Mapping
@@ -15,7 +16,6 @@ from torch.nn.utils import parametrize
 
 from .errors import definition_error
 from .group import Group, ParameterShard, Redistribution
-from .hardware import C_BESIDE_TORCH
 from .maingrad import Accumulated
 from .saved import Layout, Saved, always_saved, check_layout, field, maker
 from .signature import Signature, check_pass_names, checks_arguments, show_arguments
@@ -177,7 +177,7 @@ class UnfusedOperation(FusableOperation):
             checked before anything runs.
         native: whether the reference is one differentiable torch call that saves the same tensors as `Saved`. A region
             of native operations only, without a useful fusion, runs as these calls (`torch_call`).
-        native_below: on a CPU, elements of a tensor below which such a region runs without C kernels.
+        native_below: elements of a tensor from which C kernels run it faster than torch, if that is not the default.
         autocast: the dtypes under `torch.autocast`. `"lower"`: x is cast to the autocast dtype, as for a GEMM.
             `"float32"`: y is float32 on an accelerator. `"promote"`: y has the widest dtype of x, extra inputs and
             parameters. `"same"`: y has the dtype of x. `"exchange"`: y has the dtype of the extra input, and the extra
@@ -210,7 +210,7 @@ class UnfusedOperation(FusableOperation):
     packs: bool = False
     same_dtype: ClassVar[bool] = False
     native: ClassVar[bool] = False
-    native_below: int = C_BESIDE_TORCH
+    native_below: float = math.inf
     autocast: Literal["lower", "float32", "promote", "same", "exchange"] | None = None
     any_dy: ClassVar[bool] = False
     separable: ClassVar[bool] = False

@@ -156,7 +156,7 @@ class GeLU(sf.Pointwise):
     value, derivative = device_functions()
 
     @property
-    def native_below(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+    def native_below(self) -> float:  # pyright: ignore[reportIncompatibleVariableOverride]
         return GELU_BESIDE_TORCH[self.approximate]
 
     @property

@@ -3,15 +3,15 @@
 Folders other than `run` import only the names listed here, never the modules.
 """
 
-from .facts import Memory
 from .flatten import Node, flatten, global_hooks, has_own_graph, inside_of, located
 from .inputs import validate
-from .match import Known, Matcher, Refusal
+from .match import Known, Matcher
 from .plan import Eager, Plan
 from .quantized import recipe_at
 from .reference import by_reference, check_channels, draw, random_seeds, run_eagerly, walk_reference
-from .schedule import MODES, AnyChoice, Budget, Candidate, Choice, MemoryChoice
+from .schedule import MODES, AnyChoice, Budget, Candidate, Choice, MemoryChoice, Refusal
 from .step import Step, Stretch
+from .tally import Memory
 
 __all__ = [
     "MODES",

@@ -30,7 +30,7 @@ from .flatten import Node
 from .inputs import check_dtypes
 from .schedule import Candidate, Kept
 from .step import Record, Step, Stretch
-from .tally import Tally, storage_of
+from .tally import Memory, Tally, storage_of
 
 
 class Alike(NamedTuple):
@@ -461,22 +461,6 @@ def _record(cls: type[Saved], names: Sequence[str], values: Sequence[Any]) -> Sa
 def kept_fields(record: Record, fields: tuple[Sequence[str], Sequence[Any]]) -> Fields:
     """The fields of a record that are saved."""
     return {name: value for name, value in zip(*fields, strict=True) if name in record.kept}
-
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
-
-    Modules that run through their own `__call__` are not counted. `peak` is the most bytes that are alive at once in
-    either pass: saved tensors and intermediate results, without parameters and their gradients. If it is unknown, it is
-    `None`, and `peak_unknown` is the reason.
-    """
-
-    saved: int
-    saved_unfused: int
-    flops: int
-    peak: int | None = None
-    peak_unknown: str | None = dataclasses.field(default=None, repr=False)
 
 
 def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:

@@ -7,7 +7,7 @@ import functools
 import math
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 from ..cost_table import Machine, Measurement, table
 from ..env import Env, Savings, bucket, rows_of, short, why_no_c
@@ -23,7 +23,7 @@ from .described import class_identity, describe
 from .flatten import Node
 from .inputs import Border, along_of
 from .quantized import Unquantized
-from .schedule import Candidate
+from .schedule import Candidate, Refusal
 from .step import Stretch
 
 
@@ -92,24 +92,6 @@ MAX_FAILURES = 3
 
 
 SMALL = "tensors this small gain nothing from a C kernel"
-
-
-class Refusal(NamedTuple):
-    """A fusion that matched but is not used: its name, the first position, and the reason.
-
-    `superseded`: it applies, but the schedule is cheaper without it. `expected`: the reason holds in every such plan
-    and is not printed. `own`: a user's fusion.
-    """
-
-    fusion: str
-    at: int
-    reason: str
-    superseded: bool = False
-    expected: bool = False
-    own: bool = False
-
-    def __repr__(self) -> str:
-        return f"Refusal(fusion={self.fusion!r}, at={self.at}, reason={self.reason!r})"
 
 
 def is_own(fusion: type[FusedOperation]) -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from ..casts import dtype_of
 from ..fusion import FusedOperation
-from ..hardware import C_WORTHWHILE
+from ..hardware import C_BESIDE_TORCH, C_WORTHWHILE
 from .step import Stretch
 
 
@@ -55,7 +55,7 @@ def torch_calls(stretch: Stretch) -> TorchCalls | None:
         return None
     operations: list[Any] = [node.operation for node in nodes]
     calls: list[TorchCall] = []
-    joined, below = False, math.inf
+    joined, below = False, float(C_BESIDE_TORCH)
     made = ends = False  # whether x is the result of a call that no channel keeps yet; whether a call follows each
     for i, (node, operation) in enumerate(zip(nodes, operations, strict=True)):
         own, needs = tuple(node.slots.values()), stretch.wants.needs[first + i]

@@ -28,14 +28,14 @@ from ..pictures.data import (
 )
 from ..pictures.svg import FULL
 from ..recipes import Role
-from .facts import Memory
 from .flatten import Node
-from .match import Refusal
 from .quantized import Quantization
 from .schedule import (
     MemoryChoice,
+    Refusal,
 )
 from .step import Step
+from .tally import Memory
 
 
 @dataclasses.dataclass(frozen=True)

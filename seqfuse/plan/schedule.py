@@ -6,7 +6,7 @@ import dataclasses
 import difflib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal, NamedTuple, cast
 
 from ..env import Env, Savings
 from ..errors import InputError
@@ -34,6 +34,24 @@ class Candidate:
     def name(self) -> str:
         """The fusion's name."""
         return type(self.fusion).__name__
+
+
+class Refusal(NamedTuple):
+    """A fusion that matched but is not used: its name, the first position, and the reason.
+
+    `superseded`: it applies, but the schedule is cheaper without it. `expected`: the reason holds in every such plan
+    and is not printed. `own`: a user's fusion.
+    """
+
+    fusion: str
+    at: int
+    reason: str
+    superseded: bool = False
+    expected: bool = False
+    own: bool = False
+
+    def __repr__(self) -> str:
+        return f"Refusal(fusion={self.fusion!r}, at={self.at}, reason={self.reason!r})"
 
 
 Edge = tuple[int, int, int, Candidate | None]  # the node before, time, bytes, and the fusion

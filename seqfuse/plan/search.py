@@ -14,7 +14,7 @@ from ..recipes import Recipe, Role
 from .arriving import Unknown
 from .facts import look, made_again
 from .front import Front, Scales, bytes_held, steps_of
-from .match import SMALL, Known, Matcher, Refusal, is_own
+from .match import SMALL, Known, Matcher, is_own
 from .native import TorchCalls, torch_calls
 from .plan import Plan
 from .schedule import (
@@ -24,6 +24,7 @@ from .schedule import (
     Edge,
     Kept,
     Path,
+    Refusal,
     best,
     cheapest,
     chosen_for,

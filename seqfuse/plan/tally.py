@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 import weakref
@@ -20,6 +21,22 @@ _FREE = frozenset(
     getattr(torch.ops.aten, name)
     for name in ("empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "_unsafe_view")
 )
+
+
+@dataclasses.dataclass(frozen=True)
+class Memory:
+    """Bytes kept for backward (storages counted once, parameters left out) and FLOPs of the forward pass.
+
+    Modules that run through their own `__call__` are not counted. `peak` is the most bytes that are alive at once in
+    either pass: saved tensors and intermediate results, without parameters and their gradients. If it is unknown, it is
+    `None`, and `peak_unknown` is the reason.
+    """
+
+    saved: int
+    saved_unfused: int
+    flops: int
+    peak: int | None = None
+    peak_unknown: str | None = dataclasses.field(default=None, repr=False)
 
 
 class Tally(TorchDispatchMode):

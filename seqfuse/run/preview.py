@@ -14,7 +14,7 @@ from ..errors import InputError
 from ..fake import recorded
 from ..operation import FusableOperation, UnfusedOperation
 from ..plan.arriving import Arriving
-from ..plan.facts import Memory, measure
+from ..plan.facts import measure
 from ..plan.flatten import Node
 from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
@@ -24,6 +24,7 @@ from ..plan.reference import check_channels, check_surplus, walk_reference
 from ..plan.schedule import MODES, Budget, Choice, MemoryChoice, Share
 from ..plan.search import Search, held_by, plan_region
 from ..plan.step import Stretch, Wants
+from ..plan.tally import Memory
 from ..settings import Fusing, fusing_now
 from .regions import OpList, Region
 
