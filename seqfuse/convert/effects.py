@@ -46,7 +46,7 @@ def in_place(node: Node) -> bool:
         return target._schema.is_mutable  # pyright: ignore[reportPrivateUsage]
     if isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
         return False
-    if node.kwargs.get("out") is not None or argument(node, _place_of_inplace(target), "inplace"):
+    if node.kwargs.get("out") is not None or argument(node, _place_of_inplace(target), "inplace") or _updated(node):
         return True
     name = _name(node)
     if target in _OPERATORS:
@@ -56,6 +56,18 @@ def in_place(node: Node) -> bool:
     if node.op == "call_function" and name not in _MODES and _SWITCH.match(name) is not None:
         return True
     return name.endswith("_") and not name.endswith("__")
+
+
+def _updated(node: Node) -> list[Node]:
+    """The running statistics that a norm may update, or the weight of an embedding that renormalizes it."""
+    name = _name(node)
+    if name in ("embedding", "embedding_bag"):
+        return node.all_input_nodes[1:2] if argument(node, 3, "max_norm") is not None else []
+    if (name == "batch_norm" and argument(node, 5, "training")) or (
+        name == "instance_norm" and argument(node, 5, "use_input_stats") is not False
+    ):
+        return [n for n in node.all_input_nodes[1:] if (e := example(n)) is None or not e.requires_grad]
+    return []
 
 
 def _place_of_inplace(target: Any) -> int:
@@ -88,9 +100,13 @@ def _memory(node: Any) -> object:
 
 
 def _targets(node: Node) -> Sequence[Any]:
-    """The tensors that an in-place call may modify: its first argument or `out`; for an ATen overload, all inputs."""
+    """The tensors that an in-place call may modify: its first argument, `out` or statistics; for an ATen overload, all
+    inputs.
+    """
     if isinstance(node.target, torch._ops.OpOverload):  # pyright: ignore[reportPrivateUsage]
         return node.all_input_nodes
+    if updated := _updated(node):
+        return updated
     given: Any = node.kwargs.get("out") or (node.args[0] if node.args else None)
     return cast("Sequence[Any]", given) if isinstance(given, list | tuple) else [given]
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any
 
@@ -11,13 +12,14 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Graph
 
+import seqfuse as sf
 from seqfuse import ops
 from seqfuse.convert import GraphReport
 from seqfuse.convert.effects import in_place
 from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 from . import spellings_in_place as spellings_in_place  # adds to CASES
-from .comparing import assert_same, assert_same_recorded
+from .comparing import assert_equal, assert_same, assert_same_recorded, passes
 from .recording import Replayed, recorded
 from .spellings import CASES, Layers, Spelling, joined, operations, qkv, rms
 
@@ -154,3 +156,47 @@ def test_a_model_of_convolutions_runs_as_before_and_says_why():
     conversion = assert_same(model, x)
     assert not [region for graph in conversion.graphs for region in graph.regions]
     assert "no operation matches conv2d" in str(conversion)
+
+
+class Statistics(nn.Module):
+    """Reads a state before and after a call that updates it."""
+
+    def __init__(self, update: Any) -> None:
+        super().__init__()
+        self.a, self.b, self.update = nn.Linear(8, 8), nn.Linear(8, 8), update
+        self.state = nn.BatchNorm1d(8)
+        self.rows = nn.Embedding(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        mean, row = self.state.running_mean, self.rows.weight[0].detach()
+        h = self.a(x) + mean + row
+        z = self.update(self, x)
+        return self.b(F.gelu(h)) + z + mean
+
+
+def _embedded(m: Statistics, x: Tensor) -> Tensor:
+    return F.embedding(torch.arange(4), m.rows.weight.detach(), max_norm=0.5)
+
+
+UPDATES: dict[str, Any] = {
+    "batch norm": lambda m, x: m.state(x[0]),
+    "batch norm, by position": lambda m, x: F.batch_norm(
+        x[0], m.state.running_mean, m.state.running_var, None, None, True
+    ),
+    "instance norm": lambda m, x: F.instance_norm(x.mT, m.state.running_mean, m.state.running_var).mT,
+    "embedding with max_norm": _embedded,
+}
+
+
+@pytest.mark.parametrize("update", UPDATES.values(), ids=UPDATES)
+def test_a_state_that_a_call_updates_is_read_as_it_was(update: Any):
+    torch.manual_seed(0)
+    plain = Statistics(update).double()
+    model = copy.deepcopy(plain)
+    conversion = sf.convert(model)
+    x = torch.randn(2, 4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(2))
+    for factor in (1, 2, 3):
+        assert_equal(passes(model, factor * x), passes(plain, factor * x))
+    assert [region for graph in conversion.graphs for region in graph.regions]
+    for mine, its in zip(model.buffers(), plain.buffers(), strict=True):
+        torch.testing.assert_close(mine, its)
