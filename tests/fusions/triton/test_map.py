@@ -18,7 +18,7 @@ from seqfuse import fusions, ops
 PACKAGE = Path(sf.__file__).parent
 MAP = (PACKAGE.parent / "docs" / "dev" / "architecture.md").read_text()
 MODELS: dict[str, tuple[nn.Module, ...]] = {
-    "LinearBias": (ops.Linear(32, 32), ops.Scale(2.0)),  # a Linear by itself runs as calls of torch
+    "LinearBias": (ops.Linear(32, 32), ops.SquaredReLU()),  # a Linear by itself runs as calls of torch
     "LinearBiasPointwise": (ops.Linear(32, 32), ops.GeLU()),
     "NormBackward": (ops.LayerNorm(32),),
     "BlockBoundary": (ops.Residual(ops.Bias(32), ops.Dropout(0.1)), ops.LayerNorm(32)),
