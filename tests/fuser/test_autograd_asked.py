@@ -39,7 +39,7 @@ def test_gradients_that_are_not_asked_for_are_not_computed():
 
 
 def test_of_many_ways_to_ask_for_gradients_no_more_are_kept_than_a_number():
-    model = sf.Sequential(*(ops.Bias(2) for _ in range(8)), ops.Tanh()).double()
+    model = sf.Sequential(*(ops.Bias(2) for _ in range(8)), ops.Tanh(), memory="lean").double()
     y = model(draw(3, 2).requires_grad_())
     (region,) = model._fuser.op_list().parts
     ((segment, _),) = region.lowering.segments
@@ -59,7 +59,7 @@ def test_a_backward_is_written_with_checks_once_and_without_once(monkeypatch: py
         return write(*args)
 
     monkeypatch.setattr(node, "backward_code", counted)
-    model = sf.Sequential(ops.Bias(2), ops.Tanh(), ops.Bias(2)).double()
+    model = sf.Sequential(ops.Bias(2), ops.Tanh(), ops.Bias(2), memory="lean").double()
     for _ in range(3):
         model(draw(3, 2).requires_grad_()).sum().backward()
     assert written == [True, False]

@@ -33,9 +33,9 @@ def frozen(*members: nn.Module) -> sf.Sequential:
 PENALIZED: dict[str, Any] = {
     "frozen linear": lambda: frozen(ops.Linear(4, 4), ops.GeLU(), ops.Linear(4, 1)),
     "frozen bias": lambda: frozen(ops.Bias(4), ops.GeLU()),
-    "no parameters": lambda: sf.Sequential(ops.Scale(2.0), ops.GeLU()),
-    "a trained bias": lambda: sf.Sequential(ops.Bias(4), ops.SiLU()),
-    "behind a barrier": lambda: sf.Sequential(nn.Linear(4, 4), ops.Scale(2.0), ops.SiLU()),
+    "no parameters": lambda: sf.Sequential(ops.Scale(2.0), ops.GeLU(), memory="lean"),
+    "a trained bias": lambda: sf.Sequential(ops.Bias(4), ops.SiLU(), memory="lean"),
+    "behind a barrier": lambda: sf.Sequential(nn.Linear(4, 4), ops.Scale(2.0), ops.SiLU(), memory="lean"),
 }
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import collections
-import itertools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -37,7 +35,6 @@ from seqfuse.fusions import (
 )
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.triton.fourways import four_ways
-from tests.selection import in_turn
 
 F32, BF16, F16 = torch.float32, torch.bfloat16, torch.float16
 Made = Callable[[], list[Any]]
@@ -198,9 +195,8 @@ def _cases() -> Iterator[tuple[Any, Any, tuple[int, ...], Made]]:
     yield joint, (F16,), (5, 8), lambda: [ops.Dropout(0.4, DOWN), *run()]
 
 
-TURNS: dict[Any, Any] = collections.defaultdict(itertools.count)  # of each fusion, so that lists with a bias differ
 CASES = {
-    f"{fusion.__name__} {i}": (fusion, tuple(in_turn(next(TURNS[fusion]), dtypes)), shape, made)
+    f"{fusion.__name__} {i}": (fusion, dtypes, shape, made)
     for i, (fused, dtypes, shape, made) in enumerate(_cases())
     for fusion in (fused if isinstance(fused, tuple) else (fused,))
 }
