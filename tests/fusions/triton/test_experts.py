@@ -17,23 +17,22 @@ from seqfuse.kernels import norm
 from seqfuse.testing import check_fusion, seeded_randn
 from tests.fusions.test_experts import BOUNDARIES, DTYPES, assert_adds_to_buffers, block, drawn, ordered
 from tests.kernels.test_norm import in_chunks
-from tests.selection import in_turn
 
 
 @pytest.mark.parametrize("biased", [True, False], ids=["bias", "no bias"])
 def test_a_gemm_reads_tokens_where_they_are(biased: bool):
     listed = ops.Permute(4, 2), ops.GroupedLinear(4, 6, 5, bias=biased)
-    check_fusion(GatherGroupedLinear, seeded_randn((40, 6), 0), *listed, experts=drawn(40, 2), dtypes=in_turn(biased))
+    check_fusion(GatherGroupedLinear, seeded_randn((40, 6), 0), *listed, experts=drawn(40, 2), dtypes=DTYPES)
 
 
-@pytest.mark.parametrize("at", range(len(BOUNDARIES)))
-def test_experts_are_summed_where_the_next_norm_begins(at: int):
-    fusion, unpermute, fork, top_k = BOUNDARIES[at]
+@pytest.mark.parametrize(("fusion", "unpermute", "fork", "top_k"), BOUNDARIES)
+def test_experts_are_summed_where_the_next_norm_begins(
+    fusion: type[sf.FusedOperation], unpermute: ops.Unpermute, fork: bool, top_k: int
+):
     listed = unpermute, ops.Add("h"), *[ops.Fork("stream")] * fork, ops.LayerNorm(5)
     given = {"h": seeded_randn((40, 5), 2), **ordered(40, top_k)}
     given |= {} if unpermute.probs is None else {"probs": seeded_randn((40, top_k), 1)}
-    dtypes = in_turn(at // 2) if unpermute.probs is None else DTYPES
-    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=dtypes, **given)
+    check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=DTYPES, **given)
 
 
 @pytest.mark.parametrize("sums", [True, False], ids=["sums", "sums apart"])
