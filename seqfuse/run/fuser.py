@@ -310,8 +310,8 @@ class Fuser:
 
     def refuse_surplus(self, surplus: Sequence[Any], channels: Mapping[str, Tensor]) -> NoReturn:
         """Raise for arguments of a call after x that have no name: channels are passed by keyword."""
-        op_list = self.op_list()
-        raise positional_surplus(op_list.nodes, op_list.inputs, len(surplus), channels)
+        nodes = flatten(self.root)  # not `op_list()`, whose fingerprint Dynamo of torch 2.11 cannot trace
+        raise positional_surplus(nodes, public_channels(nodes)[0], len(surplus), channels)
 
     def op_list(self) -> OpList:
         """The flattened sequence, rebuilt if its fingerprint has changed."""
