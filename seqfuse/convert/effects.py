@@ -62,7 +62,8 @@ def _updated(node: Node) -> list[Node]:
     """The running statistics that a norm may update, or the weight of an embedding that renormalizes it."""
     name = _name(node)
     if name in ("embedding", "embedding_bag"):
-        return node.all_input_nodes[1:2] if argument(node, 3, "max_norm") is not None else []
+        weight, limit = argument(node, 1, "weight"), argument(node, 3, "max_norm")  # `torch.embedding` has a bool there
+        return [weight] if type(limit) in (int, float) else []
     if (name == "batch_norm" and argument(node, 5, "training")) or (
         name == "instance_norm" and argument(node, 5, "use_input_stats") is not False
     ):

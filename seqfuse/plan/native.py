@@ -36,8 +36,8 @@ class TorchCalls(NamedTuple):
     below: float  # with fewer elements they take less time than a node with C kernels
     on_cpu: bool
 
-    def replace(self, fusion: FusedOperation) -> bool:
-        """Whether they take less time than a node with this fusion."""
+    def faster_than(self, fusion: FusedOperation) -> bool:
+        """Whether they take less time than a node with this fusion, or as much because it does no more."""
         below = fusion.native_below
         # On a GPU a launch takes as long as the rest of a node.
         return self.elements < (below if self.on_cpu or math.isinf(below) else min(below, C_WORTHWHILE))

@@ -229,7 +229,7 @@ class Search:
         if calls is None or not 0 < calls.elements < calls.below:
             return chosen
         stop, found = stretch.positions.stop, self.candidates(False)[0]
-        plainly = [c for c in found if calls.replace(c.fusion)]
+        plainly = [c for c in found if calls.faster_than(c.fusion)]
         forward, backward = cheapest(stretch.start, stop, plainly, live) if plainly else ([], [])
         taken = {id(c): c for c in (*forward, *backward)}.values()
         extra = sum(c.cost for c in used) - sum(c.cost for c in taken)  # costs count no node: it is not slower

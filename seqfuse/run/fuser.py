@@ -295,7 +295,7 @@ class Fuser:
         plainly = not adds and (memory == "fast" or unasked) and saved_hooks(False) is None
         calls = search.native if plainly else None
         steps = (*plan.forward, *plan.backward)
-        natively = calls is not None and all(not step.fused or calls.replace(step.operation) for step in steps)
+        natively = calls is not None and all(not step.fused or calls.faster_than(step.operation) for step in steps)
         return CompiledRegion(plan, planned, segments, views, calls.calls if calls is not None and natively else ())
 
     def _changed(self) -> OpList:

@@ -195,8 +195,8 @@ def test_a_row_that_the_end_cuts_off_has_not_failed(tmp_path: Path, monkeypatch:
     script.write_text(CHILD.format(folder=str(SCRIPT.parent), out=str(out)))
     monkeypatch.setattr(bench_gpu, "__file__", str(script))
     Book(out).add("a: crashes", {"status": "ok"})
-    assert bench_gpu.supervise(options(resume=True, budget=5.0, most=99.0), out) == 0
-    assert 5 <= time.time() - begun < 20
+    assert bench_gpu.supervise(options(resume=True, budget=15.0, most=99.0), out) == 0
+    assert 15 <= time.time() - begun < 30
     assert Book(out).rows == {"a: crashes": {"status": "ok"}}
     assert Book(out).bury("its process ended too early") is None
 

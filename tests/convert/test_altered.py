@@ -200,3 +200,10 @@ def test_a_state_that_a_call_updates_is_read_as_it_was(update: Any):
     assert [region for graph in conversion.graphs for region in graph.regions]
     for mine, its in zip(model.buffers(), plain.buffers(), strict=True):
         torch.testing.assert_close(mine, its)
+
+
+def test_a_flag_of_torchs_embedding_is_no_limit():
+    graph = Graph()
+    weight, ids = graph.placeholder("weight"), graph.placeholder("ids")
+    assert not in_place(graph.call_function(torch.embedding, (weight, ids, -1, True, False)))
+    assert in_place(graph.call_function(F.embedding, (ids, weight, None, 0.5)))
