@@ -27,14 +27,16 @@ class Triangle(NamedTuple):
 
 
 class _Known(NamedTuple):
-    """A tensor's version and address when it was examined, and the result; in-place changes increase the version."""
+    """A tensor's id, version and address when it was examined, and the result; changes in place raise the version."""
 
+    tensor: int
     version: int
     address: int
     found: Triangle | None
 
 
 _known: Any = WeakIdKeyDictionary()
+"""By storage, since torch does not swap a tensor that has a weak reference, as when a state dict is loaded."""
 
 
 def triangle_of(t: Any) -> Triangle | None:
@@ -42,9 +44,10 @@ def triangle_of(t: Any) -> Triangle | None:
     square = type(t) is Tensor and t.ndim > 1 and 1 < t.shape[-1] == t.shape[-2] and t.shape[-1] ** 2 == t.numel()
     if not square or t.is_meta or t.requires_grad or t.is_inference():
         return None
-    known: _Known | None = _known.get(t)
-    if known is None or known[:2] != (t._version, t.data_ptr()):
-        known = _known[t] = _Known(t._version, t.data_ptr(), _read(t.detach().view(t.shape[-2:])))
+    storage, now = t.untyped_storage(), (id(t), t._version, t.data_ptr())
+    known: _Known | None = _known.get(storage)
+    if known is None or known[:3] != now:
+        known = _known[storage] = _Known(*now, _read(t.detach().view(t.shape[-2:])))
     return known.found
 
 
@@ -92,6 +95,8 @@ def _copied(gm: GraphModule) -> GraphModule:
     """A copy of a graph and of the bodies of its checkpoints, which runs without a compiler."""
     made = GraphModule(gm, copy.deepcopy(gm.graph))
     made.meta = dict(gm.meta)
+    for node in made.graph.find_nodes(op="placeholder"):
+        node.meta.pop("grapharg", None)  # has a weak reference to the input
     for name, body in gm.named_children():
         if isinstance(body, GraphModule):
             setattr(made, name, _copied(body))

@@ -12,10 +12,12 @@ from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import maybe_get_fake_mode
 from torch.fx import GraphModule, Node
 
 from ..env import autocast_of
-from .graph import PATH, example, is_fixed, owner
+from ..fake import forget_real
+from .graph import PATH, example, is_fixed, owner, value_of
 
 _breaks: list[Any] = torch._dynamo.utils.graph_break_reasons  # pyright: ignore
 _MOST = 4
@@ -101,6 +103,7 @@ class ModelCall:
         self._before, self._captured = len(_breaks), False
         self.ran = False  # whether a graph ran in it
         self.failures: list[Exception] = []  # exceptions of Dynamo's captures in it
+        self._modes: list[Any] = []  # those of the fake tensors in the graphs captured in it
 
     def breaks(self) -> list[Break]:
         """The graph breaks since the call began."""
@@ -119,7 +122,13 @@ class ModelCall:
         if after is not None and until is not None and after.stack[-1:] == until.stack[-1:]:
             after = None
         self._captured = True
+        self._modes += {maybe_get_fake_mode(value_of(node)) for node in gm.graph.find_nodes(op="placeholder")} - {None}
         return Captured(self._described(gm, inputs), after, until)
+
+    def ends(self) -> None:
+        """Drop references to real tensors that reports would keep alive with the graphs."""
+        for mode in self._modes:
+            forget_real(mode)
 
     def _described(self, gm: GraphModule, inputs: Sequence[Any]) -> str:
         sizes = {

@@ -503,6 +503,7 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
         call.failures.append(error)
     finally:
         dynamo.begin(outer)
+        call.ends()
         calls.meet(call)
         where = "behind a graph break " if call.ran else ""
         failed = {dynamo.first_of(error, handled) for error in call.failures}

@@ -171,6 +171,23 @@ def test_loading_and_moving_a_model_leaves_it_converted():
     assert "ran as before" not in str(conversion)
 
 
+def test_parameters_and_buffers_are_swapped_as_in_an_unconverted_model():
+    """Torch swaps tensors for this flag and for parameters of other classes, but none with a weak reference."""
+    model = Blocks().double()
+    plain = copy.deepcopy(model)
+    conversion = sf.convert(model)
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        for one in (model, plain):
+            one(X)
+            one.float().load_state_dict(Blocks().state_dict())
+            one.double()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+    assert_equal(passes(model, X), passes(plain, X))
+    assert attention(conversion)[0] == (True, False)
+
+
 def test_layers_with_buffers_of_their_own_share_a_graph():
     model = Blocks().double()
     conversion = sf.convert(model, regions="layers")
