@@ -137,17 +137,17 @@ def test_a_source_that_is_wrong_is_one_clear_error(cache: Path) -> None:
 
 
 @needs_compiler
-def test_flags_processor_and_openmp_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_flags_libraries_processor_and_openmp_are_in_the_key(monkeypatch: pytest.MonkeyPatch) -> None:
     known = compiler.compiler()
     assert known is not None
     others = (
         known._replace(flags=(*known.flags, "-g")), known._replace(processor="another"), known._replace(version="cc 1"),
-        known._replace(path="/usr/bin/another"),
+        known._replace(path="/usr/bin/another"), known._replace(libraries=("-lz",)),
     )  # fmt: skip
     files = {compiler._file(SOURCE % 1, one) for one in (known, *others)}
     # Another torch may bring its OpenMP under another name, which a kernel is linked to.
     monkeypatch.setattr(compiler, "_openmp", lambda: ("/torch/lib/libgomp-0123abcd.so.1.0.0",))
-    assert len({*files, compiler._file(SOURCE % 1, known)}) == 6
+    assert len({*files, compiler._file(SOURCE % 1, known)}) == 7
 
 
 def block(width: int = 64) -> sf.Sequential:

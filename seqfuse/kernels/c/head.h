@@ -1,8 +1,20 @@
-/* The head of every C kernel: 16-bit types, and the functions that device functions call. */
-#include <math.h>
-#include <stdint.h>
-#include <stdlib.h>
-#include <string.h>
+/* The head of every C kernel: 16-bit types, and the functions that device functions call.
+   The C library's functions are declared here: including its headers takes a tenth of the time of a small kernel. */
+typedef __INT8_TYPE__ int8_t;
+typedef __INT16_TYPE__ int16_t;
+typedef __INT32_TYPE__ int32_t;
+typedef __INT64_TYPE__ int64_t;
+typedef __UINT8_TYPE__ uint8_t;
+typedef __UINT16_TYPE__ uint16_t;
+typedef __UINT32_TYPE__ uint32_t;
+typedef __UINT64_TYPE__ uint64_t;
+typedef __UINTPTR_TYPE__ uintptr_t;
+extern void *malloc(__SIZE_TYPE__), *calloc(__SIZE_TYPE__, __SIZE_TYPE__);
+extern void free(void *);
+extern void *memcpy(void *, const void *, __SIZE_TYPE__), *memset(void *, int, __SIZE_TYPE__);
+extern float logf(float), log2f(float), sinf(float), cosf(float);
+extern double log(double);
+#define NAN __builtin_nanf("")
 
 #define INLINE static inline __attribute__((always_inline))
 typedef int64_t I;
