@@ -182,6 +182,13 @@ _KINDS: dict[Any, tuple[str, str, Callable[[Any], Any]]] = {
 }
 
 
+# By their origin: a name in messages, and whether a value is accepted. Elements and results are not checked.
+_WIDER: dict[Any, tuple[str, Callable[[Any], bool]]] = {
+    Callable: ("a class or function", lambda value: callable(value) and not isinstance(value, torch.nn.Module)),
+    Sequence: ("a sequence", lambda value: hasattr(value, "__iter__") and not isinstance(value, str)),
+}
+
+
 def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str, Any]) -> dict[str, Any]:
     """Raise InputError (SF106) for the first number, flag, word or name that does not match its annotation.
 
@@ -206,8 +213,12 @@ def check_arguments(operation: str, hints: Mapping[str, Any], given: Mapping[str
             continue
         words = [word for one in choices if typing.get_origin(one) is Literal for word in typing.get_args(one)]
         fits = value in words if isinstance(value, str) else value is None and type(None) in choices
-        if not fits and all(one in (*_KINDS, type(None)) or typing.get_origin(one) is Literal for one in choices):
+        origins = [typing.get_origin(one) or one for one in choices]
+        wider = [_WIDER[origin] for origin in origins if origin in _WIDER]
+        fits = fits or any(accepts(value) for _, accepts in wider)
+        if not fits and all(origin in (Literal, *_KINDS, type(None), *_WIDER) for origin in origins):
             said = [*(_KINDS[one][0] for one in choices if one in _KINDS), *(f'"{word}"' for word in words)]
+            said += [name for name, _ in wider]
             said += ["None"] * (type(None) in choices)
             said[-2:] = [" or ".join(said[-2:])]
             message = f"{name} must be {', '.join(said)}, got {reprlib.repr(value)}"

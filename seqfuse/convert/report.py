@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
-from ..ops import Fork
+from ..ops import Fork, Take
 from ..pictures.data import ChoiceData
 from ..pictures.text import bytes_against, choices_table, counted
 from ..plan import Plan
@@ -142,7 +142,7 @@ _LIMIT = (
 
 
 def _chain(graph: GraphReport, region: CapturedRegion, launches: bool, times: int = 1) -> list[str]:
-    names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork)]
+    names = [type(op).__name__ for op in region.order.operations if not isinstance(op, Fork | Take)]
     head = "chain" if times == 1 else f"{times} chains, each"
     head += f" of {counted(len(region.order.members), 'operation')}"
     head += f"{',' * (times > 1)} in each of {graph.layers} layers" if graph.layers > 1 else ""

@@ -125,7 +125,7 @@ class KVCache:
             self._most = int(self.lengths.max())
         taken = rows if counts is None or self._fixed else int((self.lengths + counts).max()) - self._most
         if self._most + taken > self.max_length:
-            message = f"a sequence of {self._most} rows cannot take {taken} more: the cache has {self.max_length}"
+            message = f"a sequence of {self._most} tokens cannot take {taken} more: the cache holds {self.max_length}"
             raise StateError(message, code="SF505", hint="make it with a larger max_length")
 
     def positions(self, x: Tensor) -> Tensor:
@@ -275,7 +275,7 @@ class KVCache:
     def __repr__(self) -> str:
         kind = ", int8=True" if self.int8 else ""
         return (
-            f"KVCache({self.batch}, {self.max_length}{kind}) of {len(self._layers)} layers, at most {self._most} rows"
+            f"KVCache({self.batch}, {self.max_length}{kind}) of {len(self._layers)} layers, at most {self._most} tokens"
         )
 
 

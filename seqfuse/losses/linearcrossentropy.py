@@ -50,7 +50,7 @@ class LinearCrossEntropy(nn.Module):
     torch.compile, torch.func, forward-mode AD and for tensor subclasses, plain torch operations run, which hold all
     logits.
 
-    State-dict keys and initial values are those of `torch.nn.Linear(in_features, num_classes)`.
+    State-dict keys and initial values are those of `torch.nn.Linear(in_features, num_classes, bias)`.
 
     With `parallel="vocab"` each process of a group holds a shard of the classes. Logits are not gathered: processes
     exchange the maximum, the sum of exponentials and the target's logit of each token, and sum the gradient of x. x (a

@@ -80,11 +80,7 @@ class MultiHeadAttention(Sequential):
         sizes = tuple(n * head_dim for n in (heads, shared, shared))
         parts["qkv"] = _side_by_side(embed_dim, sizes, bias, merged, group, sequence_dim, made)
         if qk_norm:
-            make = ops.QKNorm if qk_norm is True else qk_norm
-            if not callable(make):
-                message = f"qk_norm must be True, False, or a function that makes an ops.QKNorm, got {qk_norm!r}"
-                raise InputError(message, code="SF106", operation=type(self).__name__)
-            parts["qk_norm"] = norm = make(head_dim, own, own_shared, **made)
+            parts["qk_norm"] = norm = (ops.QKNorm if qk_norm is True else qk_norm)(head_dim, own, own_shared, **made)
             if norm.full_width and own != heads:
                 raise InputError("a QKNorm of all heads cannot be divided", code="SF106", operation="QKNorm")
             norm.sum_over = several if group is not None else None

@@ -475,7 +475,7 @@ class CrossAttention(SoftmaxAttention):
         alike = k.dtype is v.dtype is x.dtype or autocast_of(x.device.type) is not None
         fits = alike and x.is_floating_point() and k.is_floating_point() and k.shape == v.shape
         if not fits or k.shape[:-2] != x.shape[:-2] or k.ndim < 2 or k.shape[-1] != width:
-            wanted = f"{x.dtype} {(*x.shape[:-2], 'N', width)}"
+            wanted = f"{x.dtype} ({', '.join(map(str, (*x.shape[:-2], 'N', width)))})"
             wanted = wanted if x.is_floating_point() else "floating-point x, and alike"
             got = f"{k.dtype} {tuple(k.shape)} and {v.dtype} {tuple(v.shape)}"
             message = f"expects k and v of {wanted}, got x {x.dtype} {tuple(x.shape)}, {got}"

@@ -166,7 +166,7 @@ class Route(sf.UnfusedOperation):
         scores = scores if correction is None else scores + correction
         if self.groups is not None:
             cut, taken = self.groups
-            grouped = scores.reshape(*scores.shape[:-1], cut, -1)
+            grouped = scores.reshape(*scores.shape[:-1], cut, self.experts // cut)
             best = grouped.topk(min(2, grouped.shape[-1]), -1).values if correction is not None else grouped
             best = best.sum(-1) if correction is not None else best.amax(-1)
             kept = torch.zeros_like(best, dtype=torch.bool).scatter_(-1, best.topk(taken, -1).indices, True)

@@ -247,8 +247,10 @@ class RotaryEmbedding(sf.UnfusedOperation):
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
         size = head_size(shape, self.heads, self.kv_heads)
-        if (self.rotary_dim or size) > size or (self.rotary_dim is None and size % 2):
-            raise ValueError(f"turns {self.rotary_dim or 'all'} elements of a head, got heads of {size}")
+        if self.rotary_dim is None and size % 2:
+            raise ValueError(f"expects heads of an even size, got {size}")
+        if (self.rotary_dim or 0) > size:
+            raise ValueError(f"expects heads of at least rotary_dim={self.rotary_dim}, got {size}")
         return shape
 
     @classmethod

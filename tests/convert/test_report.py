@@ -83,6 +83,23 @@ def test_the_report_names_sequences_of_this_library_and_says_when_it_is_undone()
     assert repr(conversion) == "<Conversion of WithASequence, 1 graph, undone>"
 
 
+class Beside(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.second = nn.LayerNorm(8), nn.Linear(8, 8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.norm(x)
+        return self.first(y), self.second(y)
+
+
+def test_the_report_names_as_many_operations_as_it_counts():
+    model = Beside()
+    conversion = sf.convert(model)
+    model(X.float())
+    assert "chain of 3 operations: LayerNorm, Linear, Linear\n" in str(conversion)
+
+
 @pytest.mark.parametrize("lowered", [True, False], ids=["under autocast", "and saves the least"])
 def test_the_report_counts_the_bytes_that_a_chain_saves(lowered: bool):
     model = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8), nn.Linear(8, 8))

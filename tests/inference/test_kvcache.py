@@ -133,7 +133,7 @@ def test_a_cache_made_in_inference_mode_goes_on_outside_of_it(int8: bool):
         one.feed(model, x[:, 3:4].expand(one.batch, 1))
         one.reorder(torch.zeros(one.batch, dtype=torch.int64))
         one.truncate(3)
-        assert "at most 3 rows" in repr(one)
+        assert "at most 3 tokens" in repr(one)
         with torch.inference_mode():
             one.feed(model, x[:, 3:4].expand(one.batch, 1))
 
@@ -226,7 +226,7 @@ def test_a_cache_that_is_full_refuses_and_nothing_changes():
     model, cache = model_of("Llama"), KVCache(2, 10)
     cache.feed(model, tokens(2, 8))
     kept = [t.clone() for layer in cache._layers for t in layer.tensors()]
-    with pytest.raises(sf.errors.StateError, match=r"SF505.*a sequence of 8 rows cannot take 3 more: the cache has 10"):
+    with pytest.raises(sf.errors.StateError, match=r"SF505.*of 8 tokens cannot take 3 more: the cache holds 10"):
         cache.feed(model, tokens(2, 3))
     assert_bitwise_equal([t for layer in cache._layers for t in layer.tensors()], kept)
     assert cache.lengths.tolist() == [8, 8]
@@ -291,7 +291,7 @@ def test_what_padding_took_up_is_free_again():
     for i in range(8):
         cache.feed(model, tokens(2, 1, seed=i))
     assert cache.lengths.tolist() == [11, 12]
-    with pytest.raises(sf.errors.StateError, match="a sequence of 12 rows cannot take 1 more"):
+    with pytest.raises(sf.errors.StateError, match="a sequence of 12 tokens cannot take 1 more"):
         cache.feed(model, tokens(2, 1))
 
 
@@ -444,7 +444,7 @@ def test_a_rehearsal_changes_nothing_and_reads_the_same(form: str):
     close(rehearsed, cache.feed(model, new))
     assert cache.lengths.tolist() == [7, 4]
     cache.reserve(2)
-    with pytest.raises(sf.errors.StateError, match="a sequence of 7 rows cannot take 3 more"):
+    with pytest.raises(sf.errors.StateError, match="a sequence of 7 tokens cannot take 3 more"):
         cache.reserve(3)
 
 
@@ -550,7 +550,7 @@ def test_a_cache_of_any_length_can_be_filled_to_its_end(most: int):
     found = torch.cat([cache.feed(model, x[:, i : i + 1]) for i in range(most)], 1)
     with torch.no_grad():
         close(found, model(x))
-    with pytest.raises(sf.errors.StateError, match=f"a sequence of {most} rows cannot take 1 more"):
+    with pytest.raises(sf.errors.StateError, match=f"a sequence of {most} tokens cannot take 1 more"):
         cache.feed(model, x[:, :1])
 
 
@@ -595,4 +595,4 @@ def test_a_rehearsal_before_a_capture_puts_the_lengths_back_on_its_own_stream(mo
 def test_the_repr_says_what_is_in_it():
     cache = KVCache(2, 20, int8=True)
     cache.feed(model_of("GPT"), tokens(2, 5))
-    assert repr(cache) == "KVCache(2, 20, int8=True) of 2 layers, at most 5 rows"
+    assert repr(cache) == "KVCache(2, 20, int8=True) of 2 layers, at most 5 tokens"

@@ -71,6 +71,17 @@ def test_a_router_does_what_it_says(name: str):
     torch.testing.assert_close(found, torch.autograd.grad([x * 1, factors], leaves, [dy, dprobs]))
 
 
+@pytest.mark.parametrize("name", ROUTERS)
+def test_a_router_runs_without_tokens(name: str):
+    op, x = ops.Route(6, 6, 2, **ROUTERS[name]), torch.ones(2, 0, 6, requires_grad=True)
+    y, experts, probs = sf.Sequential(op)(x)
+    (y.sum() + probs.sum()).backward()
+    assert experts.shape == probs.shape == (2, 0, 2)
+    assert x.grad is not None
+    assert op.weight.grad is not None
+    assert not op.weight.grad.any()
+
+
 def test_a_softmax_over_what_is_chosen_is_a_normalized_one():
     op, x = ops.Route(6, 5, 3, bias=True), seeded_randn((9, 6), 0)
     _, made, _ = op.fwd(x)

@@ -132,14 +132,14 @@ CALLED: list[tuple[sf.UnfusedOperation, torch.Tensor, dict[str, torch.Tensor], s
     ],
     (PACKED, one(1, 3, 12), {"ends": ends(0, 3)}, r"expects x \[S, C\]"),
     *[
-        (CROSS, X, KV | wrong, "SF101.*expects k and v of torch.float32")
+        (CROSS, X, KV | wrong, r"SF101.*expects k and v of torch\.float32 \(2, N, 16\), got")
         for wrong in ({"k": one(1, 7, 16)}, {"v": one(2, 6, 16)}, {"k": one(2, 7, 16).double()})
     ],
     (ops.CrossAttention(3), X, KV, r"expects \[\*, S, 3 D\] of 3 query heads"),
     (ops.CrossAttention(4, 2, causal=True), X, KV, "causal needs as many keys as rows, got 7 and 5"),
     (ops.CrossAttention(4, 2, mask="m"), X, KV | {"m": one(5, 5)}, r"broadcasts to \(2, 4, 5, 7\), got .* \(5, 5\)"),
-    (turned(), one(2, 9), {}, "turns all elements of a head, got heads of 3"),
-    (turned(rotary_dim=8), one(2, 12), {}, "turns 8 elements of a head, got heads of 4"),
+    (turned(), one(2, 9), {}, "expects heads of an even size, got 3"),
+    (turned(rotary_dim=8), one(2, 12), {}, "expects heads of at least rotary_dim=8, got 4"),
     (turned(positions="p"), one(2, 12), {"p": torch.arange(3)}, r"positions that broadcast to \(2,\), got \(3,\)"),
     (turned(positions="p"), one(4, 12), {"p": one(4).bool()}, "SF101.*expects positions.*bool"),
     *[
