@@ -479,6 +479,9 @@ def _guarded(calls: Calls, compiled: Callable[..., Any], module: nn.Module, *arg
     # During the capture of a larger model or a trace; Dynamo refuses to run under FX tracing, as by `make_fx`.
     traced = torch.compiler.is_compiling() or _tracing() is not None
     if traced or is_fx_symbolic_tracing():  # pyright: ignore[reportPrivateImportUsage]
+        if dynamo.compiles_in_another_thread():
+            calls.count += 1
+            calls.missed["torch was compiling in another thread"] += 1
         return module._call_impl(*args, **kwargs)  # pyright: ignore
     if callable(dynamo.compiler_around()):
         return _alone(calls, compiled, module, *args, **kwargs)

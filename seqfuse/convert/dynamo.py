@@ -98,6 +98,16 @@ compiler_around: Callable[[], Any] = torch._C._dynamo.eval_frame.get_eval_frame_
 """Returns the compiler that captures frames called now: a function, or something else if there is none."""
 
 
+def compiles_in_another_thread() -> bool:
+    """Whether `torch.compiler.is_compiling`, which is one answer for all threads, is true because of another one."""
+    lock: Any = torch._dynamo.convert_frame.compile_lock  # pyright: ignore
+    if not torch.compiler.is_compiling() or lock._is_owned():
+        return False
+    if free := lock.acquire(blocking=False):
+        lock.release()
+    return not free
+
+
 def is_of_capture(error: BaseException) -> bool:
     """Whether an error was raised while Dynamo captured, not by the code that runs."""
     if isinstance(error, torch._dynamo.exc.TorchDynamoException):  # pyright: ignore

@@ -244,7 +244,7 @@ class CapturedRegion(nn.Module):
 
     def forward(self, x: Tensor, *tensors: Tensor) -> Any:
         """Run the chain."""
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             return self._run(x, tensors)
         if self._distributed:
             x, tensors = _arrived(x), tuple(map(_arrived, tensors))

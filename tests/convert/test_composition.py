@@ -424,6 +424,34 @@ def test_threads_may_call_one_model():
     assert not failed
 
 
+def test_calls_while_another_thread_compiles_are_counted_and_have_the_same_numbers():
+    """Torch 2.13 says that it is compiling in all threads, 2.11 only in that one."""
+    model, plain, conversion = pair()
+    compiles, called = threading.Event(), threading.Event()
+
+    def slow(gm: Any, inputs: Any) -> Any:
+        compiles.set()
+        assert called.wait(600)
+        return gm.forward
+
+    other = threading.Thread(target=lambda: torch.compile(torch.sin, backend=slow)(X))
+    other.start()
+    try:
+        assert compiles.wait(600)
+        assert_equal(passes(model, X), passes(plain, X))
+        assert conversion.graphs[0].captured.calls + conversion._calls.missed.total() == 2  # pyright: ignore
+        if torch.compiler.is_compiling():
+            assert "1 call ran as before the conversion: torch was compiling in another thread" in str(conversion)
+        region = conversion.graphs[0].regions[0]
+        region._lock = Mock(wraps=region._lock, __enter__=Mock(), __exit__=Mock())  # pyright: ignore
+        found = region(X, *(p for p in plain.parameters()))
+        assert region._lock.__enter__.called, "two layers with one graph would otherwise exchange parameters"
+        assert_equal([found.detach()], [plain(X).detach()])
+    finally:
+        called.set()
+        other.join()
+
+
 def test_a_model_that_raised_can_be_called_again():
     class Picky(Net):
         def forward(self, x: Tensor) -> Tensor:
