@@ -327,10 +327,13 @@ class Tried:
 
     def _run(self, step: Step, env: Env, about: Any, given: Any, call: Callable[[Any], Any]) -> Attempt:
         places: dict[int, int] = {SEEDS: 0}  # by storage number: its position among the inputs
-        for node in step.nodes:
-            for owner, name in node.slots.values():
-                held: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
-                places.setdefault(-1 if held is None else self._parameter(held), len(places))
+        parametrized = False  # then a step computes a parameter, in a way that its description does not contain
+        for owner, name in itertools.chain(*(node.slots.values() for node in step.nodes)):
+            held: Any = owner._parameters.get(name)  # pyright: ignore[reportPrivateUsage]
+            if held is None:
+                parametrized = True
+            else:
+                places.setdefault(self._parameter(held), len(places))
 
         def local(t: Alike) -> Alike:
             return t._replace(storage=places.setdefault(t.storage, len(places)))
@@ -344,7 +347,7 @@ class Tried:
 
         key: Any = about, self.described(step), any_rows(env), owned, _mapped(given, Alike, local, late)
         try:
-            known = self._known.get(key) or _known.get(key)
+            known = None if parametrized else self._known.get(key) or _known.get(key)
         except TypeError:  # unhashable data
             key = known = None
         numbers = [*places]
@@ -352,7 +355,7 @@ class Tried:
             with _clearer(step, "fwd" if about[0] == "forward" else "bwd"):
                 known, constant, made_again = self._try(numbers, given, call)
             memo = self._known if functions or made_again else _known
-            if key is not None and not constant:
+            if key is not None and not constant and not parametrized:
                 if len(memo) >= KEPT:
                     memo.clear()
                 memo[key] = known

@@ -65,6 +65,21 @@ def test_parametrized_parameters_train_their_originals(register: Callable[[nn.Mo
     same_as_twin(mine, its, x)
 
 
+@pytest.mark.parametrize("memory", ["balanced", "lean", "least"])
+@pytest.mark.parametrize("name", ["weight", "spectral_norm"])
+def test_parametrized_parameters_leave_a_choice_of_memory(name: str, memory: Any) -> None:
+    x = tensor(7, 5)
+    mine, its = with_twin()
+    mine.memory = memory
+    same_as_twin(mine, its, x)  # so that an equal step without a parametrization is known
+    for model in (mine, its):
+        torch.manual_seed(3)
+        PARAMETRIZATIONS[name](model[1])
+        model.zero_grad()
+    same_as_twin(mine, its, x)
+    torch.testing.assert_close([*mine.buffers()], [*its.buffers()])
+
+
 class Counted(nn.Module):
     """Identity, in another dtype on request; counts its calls."""
 
