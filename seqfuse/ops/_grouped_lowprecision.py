@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..casts import autocasting
 from ..maingrad import Accumulated, accumulated
-from ..recipes import MULTIPLE, Recipe, Role, dequantize, largest_of_groups, quantize
+from ..recipes import MULTIPLE, Recipe, Role, largest_of_groups
 from ..scaling import KeptScale
 from . import _lowprecision as low
 from ._grouped import finished, group_at, grouped_linear, grouped_weight_grad
-from ._lowprecision import Operand
+from ._lowprecision import Operand, dequantize, quantize
 
 
 def why_no_grouped_gemm(recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:

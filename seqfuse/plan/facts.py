@@ -21,7 +21,7 @@ from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env, Savings
 from ..errors import SeqfuseError, one_line
-from ..fake import faking, forget_real, is_fake, laid_like, without_fake
+from ..fake import faking, forget_real, is_fake, laid_like, on_meta, without_fake
 from ..generated import identifier
 from ..saved import Layout, Recompute, Saved
 from .arriving import Unknown, run_aside
@@ -381,7 +381,7 @@ class Tried:
         """
         concrete = self.whole(given)
         collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
-        with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally:
+        with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally, on_meta(tally.on_meta):
             results = call(concrete), tuple([made for _, made in (casts or {}).values()])
             events = [*tally.events]
         places = {n: i for i, n in enumerate(numbers)}
