@@ -31,6 +31,11 @@ class Break(NamedTuple):
     reason: str
 
     @property
+    def at_a_bucket(self) -> bool:
+        """Whether Dynamo cut the model between two buckets of DDP; it says so of the last graph, too."""
+        return bool(self.stack) and self.stack[-1][2] == "DDPOptimizer"
+
+    @property
     def place(self) -> str:
         """The file, line and function of the break."""
         if not self.stack:

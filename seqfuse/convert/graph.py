@@ -372,7 +372,7 @@ WRITTEN = "seqfuse_written"
 """Marks a node that a matcher wrote for its operations; it is removed if it is not read."""
 
 NAMED = "seqfuse_named"
-"""The original name of a GEMM that was written for an `einsum` or `bmm`, for reports."""
+"""The original name of a GEMM, and of the views around it, that were written for an `einsum` or `bmm`, for reports."""
 
 PATH = "seqfuse_path"
 """The path of the module that called a node, if it is known."""

@@ -140,22 +140,22 @@ def alone(
     """Why a chain of one operation, or without parameters, is not converted: the names of the calls around it."""
     makers = {node: r for r in operations for node in (*r.took, r.out)}
     readers: dict[Value, Raised] = {node: r for r in reversed(operations) for node in r.took}
-    inside, own = set(chain.members), {owner(r.node) for r in chain.members}
+    inside, own = {n for r in chain.members for n in (*r.took, r.out)}, {owner(r.node) for r in chain.members}
 
     def placed(name: str, node: Node, said: str) -> str:
         path = owner(node)
         return f"{name} ({said})" if path in own else f"{name} in {path or 'the model'} ({said})"
 
     def described(known: Mapping[Value, Raised], node: Node, between: Sequence[str]) -> str | None:
-        r = known.get(node)
-        if r in inside:
+        if node in inside:
             return None
+        r = known.get(node)
         if r is None and not allowed(node):
             return placed(name_of(node), node, NOT_ALLOWED)
         if r is None:  # shorter if a separate line explains it
             reason = reasons.get(node, "not recognized")
             why = "left" if _kind(node, node in reasons) is not None else reason
-            return placed(name_of(node), node, ALONE if why.startswith(ALONE) else why)
+            return placed(name_of(node), node, why.partition(": its ")[0] if why.startswith((ALONE, _BARE)) else why)
         path = f", by way of {' and '.join(between)}" if between else ""
         return placed(type(r.operation).__name__, node, f"in another chain{path}")
 
@@ -169,10 +169,13 @@ def alone(
     into = " and ".join([*made, *["given to the graph"] * entered])
     out = " and ".join([*read, *["returned"] * left])
     sides = "; ".join([*[f"its input is {into}"] * bool(into), *[f"its result is {out}"] * bool(out)])
-    return f"{ALONE}: {sides}" if sides else ALONE
+    names = [type(r.operation).__name__ for r in chain.members if not getattr(r.operation, "is_view", False)]
+    why = ALONE if len(names) < 2 else f"{_BARE}{' and '.join(names[:_MOST])}{' ...' * (len(names) > _MOST)}"
+    return f"{why}: {sides}" if sides else why
 
 
 ALONE = "no operation beside it to fuse it with"
+_BARE = "no operation has a parameter in its chain of "
 
 _MOST = 2
 """Maximum number of neighbors that are named on one side."""

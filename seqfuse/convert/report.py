@@ -84,8 +84,10 @@ class GraphReport:
         text += [f"  {line}" for line in _quantized(self.regions)]
         text += _outside(self.outside)
         text += _left(self.left)
+        if ", " in self.name:  # the graph of a body, whose code does not end with the graph around it
+            return text
         if self.captured is not None and (until := self.captured.until) is not None:
-            text.append(f"  ends at a graph break, {until.place}: {until.reason}")
+            text.append(_BUCKET if until.at_a_bucket else f"  ends at a graph break, {until.place}: {until.reason}")
         if self.limit is not None:
             text.append(f"  the last of {self.limit} graphs of its code: {_LIMIT}")
         return text
@@ -135,6 +137,10 @@ def _few(paths: Sequence[str]) -> str:
 _MOST = 8
 """Maximum number of printed names of calls outside the chains, and of kinds of their modules."""
 
+_BUCKET = (
+    "  a graph of one of the buckets of DistributedDataParallel, whose gradients are sent as they are computed: "
+    "torch._dynamo.config.optimize_ddp = False captures one graph, whose gradients are sent at the end"
+)
 _LIMIT = (
     "calls that fit none of them run as before. Raise torch._dynamo.config.recompile_limit before the first call, or "
     "call the model in fewer ways"

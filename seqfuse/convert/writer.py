@@ -59,7 +59,7 @@ class Writer:
         self.added.append(made)
         made.meta = {key: value for key, value in self.node.meta.items() if key not in ("example_value", "val")}
         made.meta[WRITTEN] = True
-        if spelled(made) in ("matmul", "linear") and spelled(self.node) in _GEMMS:
+        if spelled(self.node) in _GEMMS:
             made.meta[NAMED] = spelled(self.node)
         given: Any = map_arg((args, kwargs), value_of)
         run: Any = target if kind == "call_function" else getattr(cast("Any", type(given[0][0])), target)

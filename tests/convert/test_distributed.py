@@ -76,6 +76,22 @@ def around_ddp() -> None:
     same_as_unconverted(ddp, before=True)
 
 
+def cut_at_buckets() -> None:
+    """Dynamo makes a graph of each bucket, and gives the last one a graph break as its end, too."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    conversion = sf.convert(model := Net(depth=2, width=256))
+    wrapped, plain = DistributedDataParallel(model, bucket_cap_mb=1.1), copy.deepcopy(model)
+    x = seeded_randn((3, 256), 1).double()
+    for one in (wrapped, plain):
+        one(x).sum().backward()
+    for got, want in zip(model.parameters(), plain.parameters(), strict=True):
+        torch.testing.assert_close(got.grad, want.grad, rtol=1e-7, atol=1e-7)
+    assert len(conversion.graphs) > 1
+    assert str(conversion).count("a graph of one of the buckets of DistributedDataParallel") == len(conversion.graphs)
+    assert "ends at" not in str(conversion)
+
+
 def sharded_and_converted() -> None:
     same_as_unconverted(fsdp, before=True)
 
@@ -84,7 +100,7 @@ def converted_and_sharded() -> None:
     same_as_unconverted(fsdp, before=False)
 
 
-FACTS = Facts({2: [within_ddp, around_ddp, sharded_and_converted, converted_and_sharded]})
+FACTS = Facts({2: [within_ddp, around_ddp, cut_at_buckets, sharded_and_converted, converted_and_sharded]})
 
 
 test_training_equals_that_of_the_unconverted_model = FACTS.test

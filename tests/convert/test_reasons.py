@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -40,6 +41,10 @@ ATTENTION: dict[str, tuple[Weigh, str]] = {
         lambda q, k, v: scores(q, k).softmax(-2) @ v,
         "its softmax is not over the last dimension of scores [B, H, S, S]",
     ),
+    "weights behind the values": (  # as `torch.einsum("bts,bcs->bct", weights, v)`
+        lambda q, k, v: (v.transpose(2, 3) @ scores(q, k).softmax(-1).transpose(2, 3)).transpose(2, 3),
+        f"its weights are read by more, or by something else, than weights @ v: {CALL}",
+    ),
     "bent by tanh": (
         lambda q, k, v: (torch.tanh(scores(q, k)) * 3).softmax(-1) @ v,
         "its scores go through tanh, but not as a soft cap, cap * tanh(scores / cap)",
@@ -58,6 +63,20 @@ def test_attention_by_hand_that_is_left_says_why_and_its_gemms_point_to_that(nam
     found = [(left.kind, left.reason) for left in graph.left if left.call not in ("linear", "tanh")]
     gemms = [("GEMM", "it is part of the attention around softmax, which is left")] * 2
     assert sorted(found) == sorted([*gemms, ("attention", reason)])
+
+
+def test_scores_are_named_as_the_model_spells_them():
+    """Not by the view with which an einsum is written as a GEMM."""
+
+    def talking(m: Any, x: Tensor) -> Tensor:
+        q, k, v = qkv(m, x)
+        return joined(torch.einsum("bhij,hg->bgij", scores(q, k), m.mix).softmax(-1) @ v)
+
+    model = Layers(talking)
+    model.mix = nn.Parameter(torch.rand(2, 2))
+    (graph,) = assert_same_recorded(model.double(), X).graphs
+    (reason,) = [left.reason for left in graph.left if left.call == "softmax"]
+    assert reason == f"its scores are made by einsum, not by q @ k.transpose(-2, -1): {CALL}"
 
 
 def test_a_softmax_that_weighs_nothing_is_no_attention():
@@ -167,6 +186,13 @@ def test_a_gemm_that_is_fused_with_nothing_names_what_is_beside_it(name: str):
     (graph,) = Replayed(Layers(spelling).double(), X).graphs
     (reason,) = [left.reason for left in graph.left if left.call == "linear"]
     assert reason == f"no operation beside it to fuse it with: {said}"
+
+
+def test_an_activation_beside_a_sum_without_parameters_says_so():
+    (graph,) = Replayed(Layers(lambda m, x: F.gelu(x.cumsum(1) + x.cumprod(1)).cumsum(1)).double(), X).graphs
+    (reason,) = [left.reason for left in graph.left]
+    sides = "its input is made by cumsum (not recognized) and cumprod (not recognized); its result is read by cumsum"
+    assert reason == f"no operation has a parameter in its chain of Add and GeLU: {sides} (not recognized)"
 
 
 def test_a_neighbour_that_filter_fn_left_out_is_named_with_that():

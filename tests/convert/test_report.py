@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 import seqfuse as sf
 from seqfuse.convert import GraphReport, Left
+from seqfuse.convert.calls import Break, Captured
 from seqfuse.convert.launches import Launches
 from seqfuse.convert.report import _folded as folded
 from seqfuse.pictures.text import sized
@@ -323,6 +325,10 @@ def test_bodies_are_named_by_their_kind_and_module():
         "graph 0, checkpointed in the model",
     ]
     assert conversion.graphs[0].beside["checkpointed_body"] == 3
+    until = Break((("model.py", 12, "forward"),), "print")
+    for graph in conversion.graphs:
+        cut = dataclasses.replace(graph, captured=Captured("training", until=until))
+        assert ("  ends at a graph break" in str(cut)) == (graph.name == "graph 0"), "only its graph ends there"
     saved = [line for line in str(conversion).splitlines() if "saved for backward" in line]
     assert saved
     assert all(line.endswith(" (held only while it is recomputed)") for line in saved)

@@ -240,7 +240,7 @@ def raise_length(node: Node) -> Found:
         return None
     if deviates:
         return "it divides by a standard deviation, LayerNorm by the root of variance and eps: use nn.LayerNorm"
-    return "it divides by the length of a vector, RMSNorm by its root mean square: use nn.RMSNorm, with an eps"
+    return "it computes the length of a vector, RMSNorm the root of mean square and eps: use nn.RMSNorm, with an eps"
 
 
 def _divides(node: Node, depth: int = 3) -> bool:

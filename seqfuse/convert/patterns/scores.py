@@ -10,7 +10,20 @@ import torch
 from torch import Tensor
 from torch.fx import Node
 
-from ..graph import CASTS, ahead, alike, argument, example, is_last, narrow_of, operands, same_size, spelled, swapped
+from ..graph import (
+    CASTS,
+    NAMED,
+    ahead,
+    alike,
+    argument,
+    example,
+    is_last,
+    narrow_of,
+    operands,
+    same_size,
+    spelled,
+    swapped,
+)
 from ..masks import FILLING, KnownValues, limits_of, scores_of
 from ..writer import Writer
 from .pointwise import as_scaled
@@ -91,7 +104,8 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
             break
     e = example(node)
     if spelled(node) != "matmul" or e is None or e.ndim not in (3, 4):
-        return f"its scores are made by {spelled(node) or 'the model'}, not by q @ k.transpose(-2, -1): {CALL}"
+        made = node.meta.get(NAMED, spelled(node)) or "the model"
+        return f"its scores are made by {made}, not by q @ k.transpose(-2, -1): {CALL}"
     q, keys = node.args[:2]
     while (found := as_scaled(keys := narrow_of(keys))) is not None:
         keys, scale = found[0], scale * found[1]
@@ -199,7 +213,7 @@ def _leads_to_gemm(node: Any, depth: int = 8) -> bool:
 def weighs(softmax: Node) -> bool:
     """Whether something is multiplied by what a softmax makes, as values are by the weights of attention."""
     node = softmax
-    while (following := ahead(node, _BETWEEN)) is not None:
+    while (following := ahead(node, _BETWEEN | {"transpose", "permute"})) is not None:
         node = following
     return any(spelled(user) in _GEMMS for user in node.users)
 
@@ -211,6 +225,7 @@ _BETWEEN = {*CASTS, "dropout", "mul", "view", "reshape", "contiguous", "getitem"
 def around(softmax: Node) -> list[Node]:
     """The GEMMs of attention by hand: that of its scores, and that of its weights and values."""
     found, stack, seen = list[Node](), [(softmax, True), (softmax, False)], set[Node]()
+    further = _BETWEEN | {"add", "sub", "truediv", "tanh", "transpose", "permute", *FILLING}
     for _ in range(_FAR):
         if not stack:
             break
@@ -218,7 +233,7 @@ def around(softmax: Node) -> list[Node]:
         for near in node.users if forward else node.all_input_nodes:
             if spelled(near) in _GEMMS:
                 found.append(near)
-            elif near not in seen and spelled(near) in _BETWEEN | {"add", "sub", "truediv", "tanh", *FILLING}:
+            elif near not in seen and spelled(near) in further:
                 seen.add(near)
                 stack.append((near, forward))
     return found
