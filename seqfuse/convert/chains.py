@@ -10,7 +10,7 @@ from torch.fx import Graph, Node
 from .. import ops
 from ..operation import FusableOperation
 from .effects import State, returned, states
-from .graph import alike, channel, example, same_shape
+from .graph import WRITTEN, alike, channel, example, same_shape
 from .raising import Inner, Raised, Value
 
 
@@ -112,10 +112,13 @@ def _depends(chain: RaisedChain, on: RaisedChain, made: Mapping[Value, RaisedCha
 
 
 def needed(graph: Graph, chains: Sequence[RaisedChain]) -> tuple[set[Value], set[Node]]:
-    """The values that are read outside of their chain, and the unread nodes that chains replace."""
+    """The values that are read outside of their chain, and the unread nodes: those that chains replace, and written ones."""
     made: dict[Value, Value] = {r.out: r.out for chain in chains for r in chain.members}
     made |= {view.node: inner for inner in list(made) if isinstance(inner, Inner) for view in inner.views}
     absorbed = {t for chain in chains for r in chain.members for t in r.took}
+    for node in reversed(graph.nodes):
+        if WRITTEN in node.meta and absorbed.issuperset(node.users):
+            absorbed.add(node)
     outside, alive = set[Value](), set[Node]()
     stack = [i for n in graph.nodes if n not in absorbed for i in n.all_input_nodes]
     stack += [i for chain in chains for i in chain.inputs]

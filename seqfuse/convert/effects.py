@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import HIDDEN, argument, example, is_same, spelled, unchanged
+from .graph import HIDDEN, argument, example, is_plain, is_same, spelled, unchanged, value_of
 
 _IN_PLACE = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
@@ -93,11 +93,14 @@ def _picks_kernels(node: Node) -> bool:
 
 
 def _memory(node: Any) -> object:
-    """The identity of a tensor's storage, from its fake tensor; `None` if unknown."""
+    """The identity of the storage of a tensor, or of several in one, from their fake tensors; `None` if unknown."""
     while spelled(node) == "dropout" and (source := is_same(node)) is not None:
         node = source  # without dropout the result is the input, which fake tensors do not show
-    e = example(node)
-    return None if e is None else e.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]
+    found = set[object]()
+    several = value_of(node)
+    for t in several if isinstance(several, tuple | list) else (several,):
+        found.add(t.untyped_storage()._cdata if is_plain(t) else None)
+    return found.pop() if len(found) == 1 else None
 
 
 def _targets(node: Node) -> Sequence[Any]:
@@ -296,6 +299,12 @@ class Effects:
                 if _meet({_memory(t) for node in before for t in (node, *node.all_input_nodes)}, changed):
                     return False
         return True
+
+    def is_across(self, nodes: Iterable[Node]) -> bool:
+        """Whether a call between these nodes, and none of them, changes a tensor in place."""
+        taken = set(nodes)
+        places = [self._place[node] for node in taken if node in self._place]
+        return any(min(places) < i < max(places) and node not in taken for i, node, _ in self._changes)
 
     def _is_seen(self, change: Node, taken: set[Node]) -> bool:
         """Whether a change cannot be a sum: a call that is not taken would see that it is not made, since only taken

@@ -185,8 +185,7 @@ def unit_like(
     apply: Callable[[Tensor], Tensor], units: Iterable[Unit] = _UNITS, shape: Sequence[int] = (16, 32)
 ) -> Unit | None:
     """The unit that computes the same values as `apply` on random input, or None."""
-    drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
-    drawn[0] *= 100
+    drawn = _drawn(shape)
     with torch.no_grad(), torch.device("cpu"):
         expected = apply(drawn.clone())
         for unit in units:
@@ -194,6 +193,20 @@ def unit_like(
             if y.shape == expected.shape and torch.allclose(y, expected.to(y.dtype), rtol=1e-5, atol=1e-6):
                 return unit
     return None
+
+
+def has_slope(unit: Unit, slope: Callable[[Tensor], Tensor]) -> bool:
+    """Whether the derivative of an activation has the same values as `slope` on random input."""
+    drawn = _drawn((16, 32)).requires_grad_()
+    with torch.device("cpu"), torch.enable_grad():
+        (expected,) = torch.autograd.grad(made(unit).reference(drawn).sum(), drawn)
+        return torch.allclose(expected, slope(drawn.detach()), rtol=1e-5, atol=1e-6)
+
+
+def _drawn(shape: Sequence[int]) -> Tensor:
+    drawn = torch.randn(shape, dtype=torch.float64, generator=torch.Generator().manual_seed(0)) * 4
+    drawn[0] *= 100
+    return drawn
 
 
 def _candidates(module: Any) -> Iterator[Unit]:

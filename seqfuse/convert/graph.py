@@ -52,6 +52,8 @@ def _name_of_function(target: Any) -> str | None:
         if target.namespace != "aten":  # pyright: ignore[reportUnknownMemberType]
             return None
         name = target.overloadpacket.__name__  # pyright: ignore[reportUnknownMemberType]
+    elif isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
+        name = target.name()
     elif getattr(target, "__module__", None) in _MODULES:
         name = getattr(target, "__name__", "")
     else:

@@ -80,10 +80,11 @@ def rewrite(
     """
     _hand_over(gm)
     bodies = [(child, body) for child, body in gm.named_children() if isinstance(body, GraphModule)]
-    reports: list[GraphReport] = []
+    of_bodies: list[tuple[list[Node], list[GraphReport]]] = []
     for child, body in bodies:
         said, again = _body(gm, child, body)
-        reports += rewrite(body, options, f"{name}, {said}", checkpointed or again)
+        reports = rewrite(body, options, f"{name}, {said}", checkpointed or again)
+        of_bodies.append((gm.graph.find_nodes(op="get_attr", target=child), reports))
     run_bodies(gm)
 
     graph = gm.graph
@@ -103,8 +104,10 @@ def rewrite(
     for node in [node for node in reasons if spelled(node) == "softmax"]:
         for gemm in around(node):
             reasons.setdefault(gemm, "it is part of the attention around softmax, which is left")
-    for strict in (False, True):
-        regions, dead = _regions(graph, list(operations), options, reasons, allowed, strict)
+    across = [r for r in operations if effects.is_across(r.took)]
+    for strict, without in ((False, []), (True, []), (True, across), (True, operations)):
+        reasons.update((t, ACROSS) for r in without for t in r.took)
+        regions, dead = _regions(graph, [r for r in operations if r not in without], options, reasons, allowed, strict)
         for chain, region in regions:
             region.before = Before(chain, region.order, graph.nodes, region.given)
         try:
@@ -113,13 +116,15 @@ def rewrite(
             break
         except CannotOrder:
             continue
-    else:
-        regions = []
     _erase_unread(graph, {t for chain, _ in regions for r in chain.members for t in r.took})
     gm.recompile()
     left = left_in(graph, reasons, allowed)
     captured = tuple(region for _, region in regions)
-    return [GraphReport(name, captured, left, launching(graph.nodes), checkpointed=checkpointed), *reports]
+    said = [r for reads, reports in of_bodies if not reads or any(node.users for node in reads) for r in reports]
+    return [GraphReport(name, captured, left, launching(graph.nodes), checkpointed=checkpointed), *said]
+
+
+ACROSS = "a tensor is changed in place between its calls, and a value of these is read before that"
 
 
 def _body(gm: GraphModule, child: str, body: GraphModule) -> tuple[str, bool]:

@@ -207,3 +207,32 @@ def test_a_flag_of_torchs_embedding_is_no_limit():
     weight, ids = graph.placeholder("weight"), graph.placeholder("ids")
     assert not in_place(graph.call_function(torch.embedding, (weight, ids, -1, True, False)))
     assert in_place(graph.call_function(F.embedding, (ids, weight, None, 0.5)))
+
+
+class MaskMadeInPlace(nn.Module):
+    """Attention by hand whose mask is changed in place between its calls; its queries are read before that."""
+
+    def __init__(self, unbound: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down, self.qkv, self.out = (
+            nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8), nn.Linear(8, 24), nn.Linear(8, 8),
+        )  # fmt: skip
+        self.unbound = unbound
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        x = x + self.down(F.gelu(self.up(self.norm(x))))
+        qkv = self.qkv(x).view(*x.shape[:2], 3, 2, 4).permute(2, 0, 3, 1, 4)
+        q, k, v = qkv.unbind(0) if self.unbound else (qkv[0], qkv[1], qkv[2])
+        scores, read = q @ k.transpose(-2, -1) * 0.5, x.mean(-1) if self.unbound else q.mean(-1)
+        mask = x.new_zeros(x.shape[1], x.shape[1])
+        mask[:, 3:] = -1
+        weights = (scores + mask.masked_fill(mask != 0, -100.0)).softmax(-1)
+        return self.out((weights @ v).transpose(1, 2).reshape(x.shape)), read
+
+
+def test_a_change_within_attention_leaves_the_other_chains():
+    x = torch.randn(2, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    split, whole = (assert_same(MaskMadeInPlace(unbound).double(), x) for unbound in (False, True))
+    assert [len(made.graphs[0].regions) for made in (split, whole)] == [1, 2]
+    assert "between its calls, and a value of these is read before that" in str(split)
+    assert "between its calls" not in str(whole)

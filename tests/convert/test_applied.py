@@ -15,6 +15,8 @@ from torch.fx import Interpreter
 import seqfuse as sf
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 
+from .comparing import assert_same
+
 
 class Scaled(torch.autograd.Function):
     """A number as an argument, two results, of which one has no gradient, and a gradient of its own."""
@@ -142,3 +144,65 @@ def test_a_result_that_is_changed_in_place() -> None:
     other = copy.deepcopy(model)
     sf.convert(other)
     torch.testing.assert_close(passes(other, x), passes(model, x))
+
+
+def gelu(x: Tensor) -> Tensor:
+    return x * 0.5 * (1.0 + torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x)))
+
+
+def gelu_slope(x: Tensor) -> Tensor:
+    t = torch.tanh(0.79788456 * x * (1 + 0.044715 * x * x))
+    return 0.5 * x * ((1 - t * t) * (0.79788456 + 0.1070322243 * x * x)) + 0.5 * (1 + t)
+
+
+def silu(x: Tensor) -> Tensor:
+    return x * torch.sigmoid(x)
+
+
+def silu_slope(x: Tensor) -> Tensor:
+    s = torch.sigmoid(x)
+    return s * (1 + x * (1 - s))
+
+
+def by_function(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Tensor]) -> nn.Module:
+    """Two `Linear`s with a custom autograd function between them."""
+
+    class Function(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            ctx.save_for_backward(x)
+            return value(x)
+
+        @staticmethod
+        def backward(ctx: Any, *grads: Any) -> Any:
+            return slope(ctx.saved_tensors[0]) * grads[0]
+
+    class Between(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16, dtype=torch.float64), nn.Linear(16, 8, dtype=torch.float64)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(Function.apply(self.up(x)))  # pyright: ignore
+
+    return Between()
+
+
+@pytest.mark.parametrize(
+    ("value", "slope", "chains"),
+    [
+        (gelu, gelu_slope, [["Linear", "GeLU", "Linear"]]),
+        (silu, silu_slope, [["Linear", "SiLU", "Linear"]]),
+        (silu, torch.ones_like, []),
+        (silu, gelu_slope, []),
+        (lambda x: silu(x) * 1.01, lambda x: silu_slope(x) * 1.01, []),
+        (lambda x: silu(x).flip(0).flip(0), silu_slope, []),
+    ],
+    ids=["gelu", "silu", "straight through", "slope of another", "another number", "not of each element"],
+)  # fmt: skip
+def test_a_function_whose_passes_are_those_of_an_activation_is_one(value: Any, slope: Any, chains: list[Any]) -> None:
+    conversion = assert_same(by_function(value, slope), seeded_randn((5, 8), 0, dtype=torch.float64), 1e-8)
+    graphs = [graph for graph in conversion.graphs if graph.name.startswith("graph 0")]  # others are without gradients
+    found = [[type(op).__name__ for op in region.model] for graph in graphs for region in graph.regions]
+    assert found == chains
+    assert len(graphs) == (1 if chains else 3)  # each body of a function has a report of its own

@@ -236,3 +236,31 @@ def test_the_body_of_a_checkpoint_knows_the_mask_that_it_is_called_with(changes:
     graphs = assert_same(Checkpointed(seen), X).graphs
     found = [op for g in graphs for region in g.regions for op in region.model if isinstance(op, ops.Attention)]
     assert {(op.causal, op.mask is None) for op in found} == {(not changes, not changes)}
+
+
+class Windows(ByHand):
+    """Attention within windows with a bias of positions, and a mask of each window, as Swin Transformers have it."""
+
+    def __init__(self, spelling: str) -> None:
+        super().__init__(lambda x: torch.zeros(()))
+        self.spelling, self.bias = spelling, nn.Parameter(torch.randn(2, 5, 5, dtype=torch.float64))
+        hidden = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.6
+        self.register_buffer("hidden", hidden.double() * -100)
+
+    def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
+        scores, hidden = q @ k.transpose(-1, -2) * 0.5 + self.bias, self.hidden[:, None]
+        if self.spelling == "made in place":  # as torchvision does; scaled by a learned factor, as in version 2
+            hidden = hidden.clone()
+            hidden[:, :, :2, 3:] = -7
+            hidden = hidden.masked_fill(hidden < -50, -9.0)
+        scores = scores.view(-1, 3, 2, 5, 5) + (hidden if self.spelling == "of one axis less" else hidden[None])
+        if self.spelling == "twice":
+            scores = scores + hidden[None]
+        return torch.softmax(scores.view(-1, 2, 5, 5), -1) @ v
+
+
+@pytest.mark.parametrize("spelling", ["once", "of one axis less", "twice", "made in place"])
+def test_a_mask_of_each_window_is_one_of_attention(spelling: str):
+    x = torch.randn(6, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    (attention,) = converted(Windows(spelling), x)[1]
+    assert attention.mask is not None

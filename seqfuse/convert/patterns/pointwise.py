@@ -6,14 +6,15 @@ import functools
 from collections.abc import Callable
 from typing import Any, cast
 
+import torch
 from torch import Tensor
-from torch.fx import Node
+from torch.fx import GraphModule, Node
 
 from ... import ops
 from ...operation import FusableOperation
 from ..dtensor import COLLECTIVES, collective
-from ..effects import in_place
-from ..experts import ACTIVATIONS, made, unit_like
+from ..effects import in_place, is_state
+from ..experts import ACTIVATIONS, has_slope, made, unit_like
 from ..graph import (
     CASTS,
     alike,
@@ -61,6 +62,27 @@ def raise_spelled_out(node: Node) -> Found:
             if out in calls[x] and (unit := unit_like(functools.partial(_tried, x, calls[x], out), ACTIVATIONS)):
                 return one(made(unit), x, out)
     return None
+
+
+def raise_function(node: Node) -> Found:
+    """A custom autograd function whose passes are those of an activation, found by trying them."""
+    users, (first, second, *given), owner = list(node.users), cast("Any", node.args), node.graph.owning_module
+    if len(given) != 1 or len(users) != 1 or users[0].args[1:] != (0,) or not alike(given[0], users[0]) or not owner:
+        return None
+    fwd, bwd = (cast("GraphModule", owner.get_submodule(body.target)) for body in (first, second))
+    if not all(map(_is_of_each, (*fwd.graph.nodes, *bwd.graph.nodes))):
+        return None
+
+    def slope(drawn: Tensor) -> Tensor:
+        return bwd(torch.ones_like(drawn), *fwd(drawn)[1])[0]
+
+    unit = unit_like(lambda drawn: fwd(drawn)[0][0], ACTIVATIONS)
+    return one(made(unit), given[0], users[0]) if unit and has_slope(unit, slope) else None
+
+
+def _is_of_each(node: Node) -> bool:
+    """Whether a node of a function's body is no call, or one that computes each element by itself, or sets a mode."""
+    return node.op in ("placeholder", "output") or is_state(node) or spelled(node) in _EACH
 
 
 def _computed(x: Node, last: Node) -> list[Node]:
@@ -194,6 +216,7 @@ SPELLED_OUT = (matcher(raise_spelled_out, "tanh", "erf", "sigmoid", "relu"),)
 
 MATCHERS = (
     matcher(raise_activation, *_ACTIVATIONS),
+    matcher(raise_function, "autograd_function_apply"),
     matcher(raise_dropout, "dropout"),
     matcher(raise_add, "add", "iadd"),
     matcher(raise_scale, "mul", "truediv"),

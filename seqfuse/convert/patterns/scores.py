@@ -20,7 +20,9 @@ from ..graph import (
     is_last,
     narrow_of,
     operands,
+    same_shape,
     same_size,
+    size_before,
     spelled,
     swapped,
 )
@@ -82,6 +84,8 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
         elif total is not None and softcap is None:
             total = total if _leads_to_gemm(total[0]) else total[::-1]
             node = _added_to(total, scale, masks, factors, write)
+        elif softcap is None and (windowed := _windowed(node, write)) is not None:
+            node = _added_to(windowed, scale, masks, factors, write)
         elif (capped := as_scaled(node)) is not None and spelled(narrow_of(capped[0])) == "tanh" and softcap is None:
             divided = as_scaled(narrow_of(capped[0]).args[0])
             if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6 or scale != 1:
@@ -131,6 +135,30 @@ def _added_to(
             mask = write("mul", mask, factor)
         masks.append((mask, scale))
     return scores
+
+
+def _windowed(node: Node, write: Writer) -> tuple[Node, Node] | None:
+    """Scores [B W, H, S, T] to which a mask is added as [B, W, H, S, T], and that mask for all B W windows."""
+    total = narrow_of(node.args[0]) if spelled(node) in _VIEWS else None
+    e, mask = example(total), None
+    while e is not None and e.ndim == 5 and (terms := operands(total, "add") or operands(total, "iadd")):
+        m = example(terms[1])
+        if m is None or m.ndim > 5 or not alike(terms[0], total):
+            return None
+        total, mask = terms[0], terms[1] if mask is None else write("add", mask, terms[1])
+    scores: Any = narrow_of(total.args[0]) if mask is not None and spelled(total) in _VIEWS else None
+    if e is None or mask is None or not alike(scores, node) or not same_shape(e.shape[2:], _shape(node)[1:]):
+        return None
+    own = ((1,) * (5 - len(_shape(mask))) + _shape(mask))[2:]
+    sizes = [size_before(write.node, size) for size in (*e.shape[:2], *own)]
+    return None if None in sizes else (scores, write("flatten", write("expand", mask, *sizes), 0, 1))
+
+
+def _shape(node: Any) -> tuple[Any, ...]:
+    return tuple(cast("Tensor", example(node)).shape)
+
+
+_VIEWS = ("view", "reshape", "unflatten")
 
 
 def _filled(node: Node, write: Writer) -> tuple[Any, Any, float] | None:
