@@ -112,7 +112,7 @@ def _depends(chain: RaisedChain, on: RaisedChain, made: Mapping[Value, RaisedCha
 
 
 def needed(graph: Graph, chains: Sequence[RaisedChain]) -> tuple[set[Value], set[Node]]:
-    """The values that are read outside of their chain, and the unread nodes: those that chains replace, and written ones."""
+    """The values that are read outside of their chain, and the nodes that nothing reads: replaced or written ones."""
     made: dict[Value, Value] = {r.out: r.out for chain in chains for r in chain.members}
     made |= {view.node: inner for inner in list(made) if isinstance(inner, Inner) for view in inner.views}
     absorbed = {t for chain in chains for r in chain.members for t in r.took}

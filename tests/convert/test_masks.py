@@ -244,15 +244,22 @@ class Windows(ByHand):
     def __init__(self, spelling: str) -> None:
         super().__init__(lambda x: torch.zeros(()))
         self.spelling, self.bias = spelling, nn.Parameter(torch.randn(2, 5, 5, dtype=torch.float64))
-        hidden = torch.rand(3, 5, 5, generator=torch.Generator().manual_seed(1)) > 0.6
-        self.register_buffer("hidden", hidden.double() * -100)
+        self.register_buffer("hidden", torch.randn(3, 5, 5, dtype=torch.float64))
+        self.factor = nn.Parameter(torch.randn(2, 1, 1, dtype=torch.float64))
 
     def weighted(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor) -> Tensor:
-        scores, hidden = q @ k.transpose(-1, -2) * 0.5 + self.bias, self.hidden[:, None]
-        if self.spelling == "made in place":  # as torchvision does; scaled by a learned factor, as in version 2
+        hidden = self.hidden[:, None]
+        if self.spelling == "made in place":  # as torchvision does; with a factor of each head, as in version 2
+            q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+        scores = q @ k.transpose(-1, -2) * (self.factor if self.spelling == "made in place" else 0.5) + self.bias
+        if self.spelling == "made in place":
             hidden = hidden.clone()
             hidden[:, :, :2, 3:] = -7
-            hidden = hidden.masked_fill(hidden < -50, -9.0)
+            hidden = hidden.masked_fill(hidden < -5, -2.0)
+        if self.spelling == "in heads by themselves":
+            scores = scores.flatten(0, 1)
+        if self.spelling == "of another axis":
+            return torch.softmax((scores.view(6, 2, 5, 5, 1) + hidden[0, 0, ..., None]).view(6, 2, 5, 5), -1) @ v
         scores = scores.view(-1, 3, 2, 5, 5) + (hidden if self.spelling == "of one axis less" else hidden[None])
         if self.spelling == "twice":
             scores = scores + hidden[None]
@@ -264,3 +271,9 @@ def test_a_mask_of_each_window_is_one_of_attention(spelling: str):
     x = torch.randn(6, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     (attention,) = converted(Windows(spelling), x)[1]
     assert attention.mask is not None
+
+
+@pytest.mark.parametrize("spelling", ["in heads by themselves", "of another axis"])
+def test_scores_that_are_nearly_those_of_windows_are_left(spelling: str):
+    x = torch.randn(6, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    assert not converted(Windows(spelling), x)[1]
