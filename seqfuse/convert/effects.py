@@ -96,10 +96,10 @@ def _memory(node: Any) -> object:
     """The identity of the storage of a tensor, or of several in one, from their fake tensors; `None` if unknown."""
     while spelled(node) == "dropout" and (source := is_same(node)) is not None:
         node = source  # without dropout the result is the input, which fake tensors do not show
-    found = set[object]()
-    several = value_of(node)
-    for t in several if isinstance(several, tuple | list) else (several,):
-        found.add(t.untyped_storage()._cdata if is_plain(t) else None)
+    value, found = value_of(node), set[object]()
+    several = cast("Sequence[Any]", value) if isinstance(value, tuple | list) else (value,)
+    for t in several:
+        found.add(t.untyped_storage()._cdata if is_plain(t) else None)  # pyright: ignore[reportPrivateUsage]
     return found.pop() if len(found) == 1 else None
 
 

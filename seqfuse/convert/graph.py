@@ -53,7 +53,7 @@ def _name_of_function(target: Any) -> str | None:
             return None
         name = target.overloadpacket.__name__  # pyright: ignore[reportUnknownMemberType]
     elif isinstance(target, torch._ops.HigherOrderOperator):  # pyright: ignore[reportPrivateUsage]
-        name = target.name()
+        name = str(target.name())  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
     elif getattr(target, "__module__", None) in _MODULES:
         name = getattr(target, "__name__", "")
     else:

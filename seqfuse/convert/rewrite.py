@@ -105,6 +105,7 @@ def rewrite(
         for gemm in around(node):
             reasons.setdefault(gemm, "it is part of the attention around softmax, which is left")
     across = [r for r in operations if effects.is_across(r.took)]
+    regions: list[tuple[RaisedChain, CapturedRegion]] = []
     for strict, without in ((False, []), (True, []), (True, across), (True, operations)):
         reasons.update((t, ACROSS) for r in without for t in r.took)
         regions, dead = _regions(graph, [r for r in operations if r not in without], options, reasons, allowed, strict)

@@ -74,14 +74,15 @@ def raise_function(node: Node) -> Found:
         return None
 
     def slope(drawn: Tensor) -> Tensor:
-        return bwd(torch.ones_like(drawn), *fwd(drawn)[1])[0]
+        results, saved = fwd(drawn)
+        return bwd(torch.ones_like(drawn), *[None] * (len(results) - 1), *saved)[0]  # torch 2.11 has further results
 
     unit = unit_like(lambda drawn: fwd(drawn)[0][0], ACTIVATIONS)
     return one(made(unit), given[0], users[0]) if unit and has_slope(unit, slope) else None
 
 
 def _is_of_each(node: Node) -> bool:
-    """Whether a node of a function's body is no call, or one that computes each element by itself, or sets a mode."""
+    """Whether a node is an input, a result, a mode, or a call that computes each element by itself."""
     return node.op in ("placeholder", "output") or is_state(node) or spelled(node) in _EACH
 
 

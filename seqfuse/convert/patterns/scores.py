@@ -139,15 +139,17 @@ def _added_to(
 
 def _windowed(node: Node, write: Writer) -> tuple[Node, Node] | None:
     """Scores [B W, H, S, T] to which a mask is added as [B, W, H, S, T], and that mask for all B W windows."""
-    total = narrow_of(node.args[0]) if spelled(node) in _VIEWS else None
+    total: Any = narrow_of(node.args[0]) if spelled(node) in _VIEWS else None
     e, mask = example(total), None
     while e is not None and e.ndim == 5 and (terms := operands(total, "add") or operands(total, "iadd")):
         m = example(terms[1])
         if m is None or m.ndim > 5 or not alike(terms[0], total):
             return None
         total, mask = terms[0], terms[1] if mask is None else write("add", mask, terms[1])
-    scores: Any = narrow_of(total.args[0]) if mask is not None and spelled(total) in _VIEWS else None
-    if e is None or mask is None or not alike(scores, node) or not same_shape(e.shape[2:], _shape(node)[1:]):
+    if e is None or mask is None or spelled(total) not in _VIEWS:
+        return None
+    scores: Any = narrow_of(total.args[0])
+    if not alike(scores, node) or not same_shape(e.shape[2:], _shape(node)[1:]):
         return None
     own = ((1,) * (5 - len(_shape(mask))) + _shape(mask))[2:]
     sizes = [size_before(write.node, size) for size in (*e.shape[:2], *own)]
