@@ -426,7 +426,8 @@ class BackwardLinearScale(BackwardFusion):
         return linear
 
     def requires(self, env: Env) -> Requirements:
-        yield type(self.first) is not type(self.second), "there is no Scale beside the Linear"
+        one = isinstance(self.first, Linear) is not isinstance(self.second, Linear)  # parametrized ones are subclasses
+        yield one, "there is no Scale beside the Linear"
         yield self.bias is None or self._linear is self.first, "a Bias stands between the Scale and the Linear"
         yield from _addend_fits(self._linear, self.bias, env)
 

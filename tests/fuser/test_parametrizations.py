@@ -14,6 +14,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.fusions import BackwardLinearScale
 from tests.fuser.fusions import (
     PAIR_AND_GEMM,
     outcome,
@@ -209,3 +210,12 @@ def test_parametrizations_work_under_function_transforms() -> None:
     p = {k: v.detach() for k, v in mine.named_parameters()}
     x = tensor(7, 5, grad=False)
     torch.testing.assert_close(*(grad(lambda p, m=m: functional_call(m, p, x).square().mean())(p) for m in (mine, its)))
+
+
+def test_two_linears_are_no_scale_beside_a_linear_where_one_is_parametrized() -> None:
+    model = sf.Sequential(randomized(ops.Linear(5, 5)), randomized(ops.Linear(5, 5)), fusions=[BackwardLinearScale])
+    parametrize.register_parametrization(model[0], "weight", Doubled())
+    (refusal,) = model.plan(x := tensor(7, 5)).refused
+    assert refusal.reason == "there is no Scale beside the Linear"
+    with sf.fusing(on_error="raise"):
+        model(x).sum().backward()
