@@ -37,7 +37,7 @@ _DECLARED = "-Werror=implicit-function-declaration"  # head.h declares what kern
 _MACHO = (
     ("-Wl,-undefined,dynamic_lookup",) if sys.platform == "darwin" else ()
 )  # Python's symbols are resolved at load time
-# A linker that does not read the C library takes a third of the time; the process has loaded it.
+# A linker that does not read the C library takes less than half the time; the process has loaded it.
 _FEW = ("-nostdlib", "-lgomp", "-lm", "-lgcc")
 _PROBE = """
 extern void *malloc(__SIZE_TYPE__);
