@@ -71,7 +71,8 @@ def on_meta(run: Callable[..., Any]) -> Generator[None]:
 def of_shapes(function: Callable[_P, _T]) -> Callable[_P, _T]:
     """Marks a function of many ATen calls that returns new tensors and reads nothing of a device.
 
-    A plan that is tried runs it on meta tensors, which takes less time than on fake tensors, most of all for a shape that was tried before.
+    A plan that is tried runs it on meta tensors, which takes less time than on fake tensors, most of all for a shape
+    that was tried before.
     """
 
     @functools.wraps(function)
