@@ -35,7 +35,10 @@ class _Applied(torch.autograd.Function):
     def forward(kept: list[Any], fwd: GraphModule, bwd: GraphModule, indices: Any, *args: Any) -> Any:
         output, saved = fwd(*args)
         kept.extend(saved)
-        return output
+        if indices.get("dirty_idx") or isinstance(output, torch.Tensor):
+            return output
+        # Torch saves no input that is also a result, as torch 2.11 captures one that is changed in place.
+        return tuple([t.view_as(t) if any(t is arg for arg in args) else t for t in output])
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:

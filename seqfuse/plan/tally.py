@@ -223,10 +223,7 @@ def _told(value: Any) -> Any:
 
 
 def _meta(value: Any) -> Any:
-    """A tensor without memory of the same shape, strides and dtype; any other value as it is."""
-    if not isinstance(value, Tensor):
-        return value
-    return torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device="meta")
+    return laid_like(value, value.dtype, "meta") if isinstance(value, Tensor) else value
 
 
 def storage_of(t: Tensor) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx import Interpreter
 
@@ -197,8 +198,9 @@ def by_function(value: Callable[[Tensor], Tensor], slope: Callable[[Tensor], Ten
         (silu, gelu_slope, []),
         (lambda x: silu(x) * 1.01, lambda x: silu_slope(x) * 1.01, []),
         (lambda x: silu(x).flip(0).flip(0), silu_slope, []),
+        (lambda x: F.relu(x, inplace=True) * 1.0, lambda y: torch.exp(-1e-30 * torch.reciprocal(y)), []),
     ],
-    ids=["gelu", "silu", "straight through", "slope of another", "another number", "not of each element"],
+    ids=["gelu", "silu", "straight through", "slope of another", "another number", "not of each element", "in place"],
 )  # fmt: skip
 def test_a_function_whose_passes_are_those_of_an_activation_is_one(value: Any, slope: Any, chains: list[Any]) -> None:
     conversion = assert_same(by_function(value, slope), seeded_randn((5, 8), 0, dtype=torch.float64), 1e-8)

@@ -82,8 +82,8 @@ def raise_function(node: Node) -> Found:
 
 
 def _is_of_each(node: Node) -> bool:
-    """Whether a node is an input, a result, a mode, or a call that computes each element by itself."""
-    return node.op in ("placeholder", "output") or is_state(node) or spelled(node) in _EACH
+    """Whether a node is an input, a result, a mode, or a call that computes a new tensor, each element by itself."""
+    return node.op in ("placeholder", "output") or is_state(node) or (spelled(node) in _EACH and not in_place(node))
 
 
 def _computed(x: Node, last: Node) -> list[Node]:

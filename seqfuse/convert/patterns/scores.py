@@ -139,14 +139,14 @@ def _added_to(
 
 def _windowed(node: Node, write: Writer) -> tuple[Node, Node] | None:
     """Scores [B W, H, S, T] to which a mask is added as [B, W, H, S, T], and that mask for all B W windows."""
-    total: Any = narrow_of(node.args[0]) if spelled(node) in _VIEWS else None
+    total: Any = narrow_of(node.args[0]) if spelled(node) in _RESHAPES else None
     e, mask = example(total), None
     while e is not None and e.ndim == 5 and (terms := operands(total, "add") or operands(total, "iadd")):
         m = example(terms[1])
         if m is None or m.ndim > 5 or not alike(terms[0], total):
             return None
         total, mask = terms[0], terms[1] if mask is None else write("add", mask, terms[1])
-    if e is None or mask is None or spelled(total) not in _VIEWS:
+    if e is None or mask is None or spelled(total) not in _RESHAPES:
         return None
     scores: Any = narrow_of(total.args[0])
     if not alike(scores, node) or not same_shape(e.shape[2:], _shape(node)[1:]):
@@ -160,7 +160,7 @@ def _shape(node: Any) -> tuple[Any, ...]:
     return tuple(cast("Tensor", example(node)).shape)
 
 
-_VIEWS = ("view", "reshape", "unflatten")
+_RESHAPES = ("view", "reshape", "unflatten")
 
 
 def _filled(node: Node, write: Writer) -> tuple[Any, Any, float] | None:
