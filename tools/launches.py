@@ -514,10 +514,10 @@ def _decodes(target: str) -> Calls:
             yield f"{{kernel}} {_name(dtype)} {size} few splits", few
             for int8 in (False, True):
                 cache = _cache(dtype, size, int8, 100, 3)
-                new = [_new(3, 2, size, dtype=dtype) for _ in "kv"]
+                row = _new(3, 6 * size, dtype=dtype)
                 yield (
-                    f"cache_write {_name(dtype)} {size}{' int8' * int8}",
-                    functools.partial(decode.cache_write, *new, **cache),
+                    f"rope_write {_name(dtype)} {size} without RoPE{' int8' * int8}",
+                    functools.partial(rope.rope_write, row, 2, 2, None, **cache),
                 )
 
 

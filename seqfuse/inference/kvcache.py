@@ -302,11 +302,9 @@ def _check(attention: Attention) -> None:
 
 def _write_row(attention: Attention, row: Tensor, **caches: Any) -> Tensor:
     """Write the keys and values of tokens [B, C] into the cache unchanged; returns their queries [B, H, D]."""
-    from ..kernels.decode import cache_write
+    from ..kernels.rope import rope_write
 
-    q, k, v = (t.squeeze(-2) for t in attention.heads_of(row.unsqueeze(1)))
-    cache_write(k, v, **caches)
-    return q
+    return rope_write(row, attention.heads, attention.kv_heads, None, **caches)
 
 
 def _lasting() -> contextlib.AbstractContextManager[None]:

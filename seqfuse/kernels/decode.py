@@ -19,7 +19,6 @@ from ._device import bend
 from ._heads import check_scales
 from ._launch import INTERPRETED, architecture, cdiv, family, launch, next_power_of_2, processors, register_limit, stops
 from ._operators import inner_contiguous, operator
-from ._quantize_kernel import magnitude
 from .activations import power
 
 MAX_HEAD = 256
@@ -143,44 +142,6 @@ def _merge_kernel(
     tl.store(y + out * D + cols, whole.to(y.dtype.element_ty), mask=cols < D)
 
 
-@triton.jit
-def _quantized(x, mask):
-    """A row as int8 and its scale, max |x| / 127; halves are rounded away from zero."""
-    # As bits, a NaN is the greatest number, and makes its whole row NaN, as in a cache that torch fills.
-    scale = tl.max(tl.where(mask, magnitude(x), 0), 0).to(tl.float32, bitcast=True) / 127.0
-    t = x / tl.where(scale == 0.0, 1.0, scale)
-    t = tl.minimum(tl.maximum(t, -127.0), 127.0)
-    return tl.where(t < 0.0, t - 0.5, t + 0.5).to(tl.int8), scale
-
-
-@triton.jit
-def _cache_write_kernel(
-    k_new, v_new, k, v, k_scale, v_scale, lengths,
-    k_new_batch, k_new_head, v_new_batch, v_new_head, k_batch, k_head, k_row, v_batch, v_head, v_row, scale_batch,
-    scale_head, kv_heads, rows,
-    D: tl.constexpr, BLOCK_D: tl.constexpr,
-):  # fmt: skip
-    pid = tl.program_id(0)
-    head = (pid % kv_heads).to(tl.int64)
-    batch = (pid // kv_heads).to(tl.int64)
-    row = tl.load(lengths + batch).to(tl.int64)
-    cols = tl.arange(0, BLOCK_D)
-    inside = cols < D
-    fits = (row >= 0) & (row < rows)
-    key = tl.load(k_new + batch * k_new_batch + head * k_new_head + cols, mask=inside, other=0.0)
-    value = tl.load(v_new + batch * v_new_batch + head * v_new_head + cols, mask=inside, other=0.0)
-    to_key = k + batch * k_batch + head * k_head + row * k_row + cols
-    to_value = v + batch * v_batch + head * v_head + row * v_row + cols
-    if k_scale is not None:
-        key, key_scale = _quantized(key.to(tl.float32), inside)
-        value, value_scale = _quantized(value.to(tl.float32), inside)
-        place = batch * scale_batch + head * scale_head + row
-        tl.store(k_scale + place, key_scale, mask=fits)
-        tl.store(v_scale + place, value_scale, mask=fits)
-    tl.store(to_key, key.to(k.dtype.element_ty), mask=inside & fits)
-    tl.store(to_value, value.to(v.dtype.element_ty), mask=inside & fits)
-
-
 def _flops(q: Tensor, k: Tensor, *_: Any, **__: Any) -> int:
     """FLOPs of the two GEMMs over the whole cache, because only the device knows how much of it is filled."""
     return 4 * q.numel() * k.shape[2]
@@ -268,45 +229,6 @@ def decode_attention(
             4,
         )
     return y
-
-
-@operator("cache_write", written=("k", "v", "k_scale", "v_scale"))
-def cache_write(
-    k_new: Tensor,
-    v_new: Tensor,
-    k: Tensor,
-    v: Tensor,
-    lengths: Tensor,
-    *,
-    k_scale: Tensor | None = None,
-    v_scale: Tensor | None = None,
-) -> None:
-    """Write a new token of each sequence at row `lengths` of its cache, if there is room.
-
-    k_new, v_new: [B, Hkv, D]; other arguments as in `decode_attention`, with lengths before the new token. For an int8
-    cache, rows are divided by their scale, max |x| / 127, which is written as well.
-
-    Raises:
-        ValueError: for shapes or dtypes that do not fit, or heads of more than 256.
-    """
-    batch, kv_heads, size, _, rows = _checked(k_new, k, v, lengths, k_scale, v_scale)
-    if kv_heads != k.shape[1] or v_new.shape != k_new.shape or v_new.dtype is not k_new.dtype:
-        shapes = f"{tuple(k_new.shape)} and {tuple(v_new.shape)}"
-        raise ValueError(f"k_new and v_new must both be {(batch, k.shape[1], size)} of one dtype, got {shapes}")
-    inner_contiguous("v_new", v_new)
-    if stops():
-        return
-    strides = (0, 0) if k_scale is None else (k_scale.stride(0), k_scale.stride(1))
-    launch(
-        _cache_write_kernel,
-        batch * kv_heads,
-        (
-            k_new, v_new, k, v, k_scale, v_scale, lengths, *k_new.stride()[:2], *v_new.stride()[:2], *k.stride()[:3],
-            *v.stride()[:3], *strides, kv_heads, rows,
-        ),
-        {"D": size, "BLOCK_D": next_power_of_2(size)},
-        1,
-    )  # fmt: skip
 
 
 def splits_of(key_heads: int, rows: int, block_n: int, programs: int) -> int:

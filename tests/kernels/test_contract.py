@@ -79,7 +79,7 @@ def _decoded(case: str, tensors: Tensors) -> Tensors:
     y = decode.decode_attention(**tensors, window=30 if case == "window" else None)
     caches = {name: torch.empty_like(t).copy_(t) for name, t in tensors.items() if name != "q"}
     new = tensors["q"][:, : caches["k"].shape[1]].contiguous()
-    decode.cache_write(new, -new, **caches)
+    test_decode.write(new, -new, **caches)
     return {"y": y, **caches}
 
 

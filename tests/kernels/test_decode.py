@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from seqfuse.inference.kvcache import CachedAttention
-from seqfuse.kernels import decode
+from seqfuse.kernels import decode, rope
 from seqfuse.testing import (
     REGIMES,
     Untouched,
@@ -182,12 +182,17 @@ def test_caches_may_have_any_strides() -> None:
     assert_bitwise_equal(decode.decode_attention(**apart), decode.decode_attention(**tensors))
 
 
+def write(k_new: Tensor, v_new: Tensor, k: Tensor, v: Tensor, lengths: Tensor, **scales: Tensor) -> Tensor:
+    """Without bias, norm and RoPE; the queries are the keys."""
+    packed = torch.cat((k_new, k_new, v_new), 1).flatten(1)
+    return rope.rope_write(packed, k.shape[1], k.shape[1], None, k, v, lengths, **scales)
+
+
 def test_a_new_row_is_written_where_there_is_room() -> None:
     tensors = drawn(4, 2, 24, torch.bfloat16)
     k, v, lengths = (tensors[name].clone() for name in ("k", "v", "lengths"))
     new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i, dtype=torch.bfloat16).to(DEVICE) for i in range(2)]
-    new[1] = F.pad(new[1], (0, 8), value=torch.nan)[..., :24]
-    decode.cache_write(*new, k, v, lengths)
+    assert_bitwise_equal(write(*new, k, v, lengths), new[0])
     for b, length in enumerate(LENGTHS):
         for mine, row, before in ((k, new[0], tensors["k"]), (v, new[1], tensors["v"])):
             want = before[b].clone()
@@ -196,12 +201,12 @@ def test_a_new_row_is_written_where_there_is_room() -> None:
             assert_bitwise_equal(mine[b].clone(), want)
 
 
-def check_write(module: ModuleType = decode) -> None:
+def test_an_int8_cache_gets_rows_and_their_scales() -> None:
     tensors = drawn(4, 2, 24, torch.float32, int8=True)
     new = [seeded_randn((len(LENGTHS), 2, 24), 9 + i).to(DEVICE) for i in range(2)]
     new[0][1] = 0
     caches = {name: tensors[name].clone() for name in ("k", "v", "k_scale", "v_scale")}
-    module.cache_write(*new, lengths=tensors["lengths"], **caches)
+    write(*new, lengths=tensors["lengths"], **caches)
     for b, length in enumerate(LENGTHS):
         for name, row in zip(("k", "v"), new, strict=True):
             if length < ROWS:
@@ -218,14 +223,10 @@ def test_a_kernel_and_a_prefill_write_the_same_bits_halves_too() -> None:
     by_prefill = CachedAttention.empty(rows[:, :, None], 1, int8=True)
     by_prefill.write(rows[:, :, None], -rows[:, :, None], torch.zeros(1, 1, dtype=torch.int64, device=DEVICE), None)
     k, v, k_scale, v_scale = (torch.zeros_like(t) for t in by_prefill.tensors())
-    lengths = torch.zeros(1, dtype=torch.int32, device=DEVICE)
-    decode.cache_write(rows, -rows, k, v, lengths, k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
+    lengths = torch.zeros(1, dtype=torch.int64, device=DEVICE)
+    write(rows, -rows, k, v, lengths, k_scale=k_scale[..., 0], v_scale=v_scale[..., 0])
     for written, wanted in zip((k, v, k_scale, v_scale), by_prefill.tensors(), strict=True):
         torch.testing.assert_close(written, wanted, rtol=0, atol=0)
-
-
-def test_an_int8_cache_gets_rows_and_their_scales() -> None:
-    check_write()
 
 
 def test_a_row_of_an_int8_cache_with_a_nan_is_nan() -> None:
@@ -234,7 +235,7 @@ def test_a_row_of_an_int8_cache_with_a_nan_is_nan() -> None:
     new[0, 0, 1, 5] = torch.nan
     tensors = [t.to(DEVICE) for t in (*new, k.to(torch.int8), v.to(torch.int8), torch.tensor([2]))]
     k_scale, v_scale = (t.to(DEVICE) for t in scales)
-    decode.cache_write(*tensors, k_scale=k_scale, v_scale=v_scale)
+    write(*tensors, k_scale=k_scale, v_scale=v_scale)
     assert k_scale.isnan().nonzero().tolist() == [[0, 1, 2]]
     assert not v_scale.isnan().any()
 

@@ -77,9 +77,6 @@ CALLS: dict[str, Call] = {
     "decode.decode_attention": Call(
         "decode_attention", lambda f, q, k, v, lengths: f(q, k, v, lengths), {"q": (2, 2, 8), **CACHES}
     ),
-    "decode.cache_write": Call(
-        "cache_write", lambda f, a, b, k, v, lengths: f(a, b, k, v, lengths), {"a": (2, 1, 8), "b": (2, 1, 8), **CACHES}
-    ),
     "grouped.finish_rows_": Call("finish_rows", lambda f, x, dy, w, b, ends: f(dy, ends, b), GROUPS),
     "grouped.group_sums": Call("group_sums", lambda f, x, dy, w, b, ends: f(dy, ends), GROUPS),
     "grouped.grouped_gemm": Call("grouped_gemm", lambda f, x, dy, w, b, ends: f(x, w, ends, b), GROUPS),

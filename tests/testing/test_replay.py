@@ -20,7 +20,7 @@ from seqfuse.kernels._operators import Operator
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
-from seqfuse.kernels.decode import cache_write, decode_attention
+from seqfuse.kernels.decode import decode_attention
 from seqfuse.kernels.norm import norm_bwd, norm_fwd, norm_of
 from seqfuse.kernels.rope import Rotation, rope_bwd, rope_fwd, rope_write
 from seqfuse.ops import _attention
@@ -78,7 +78,7 @@ CALLS: dict[str, tuple[tuple[Any, ...], Callable[..., Any]]] = {
     ),
     "decode": (((2, 4, 64), CACHE, CACHE, "lengths"), lambda q, k, v, n: decode_attention(q, k, v, n, window=40)),
     "decode, one part": (((2, 4, 64), ROOM, ROOM, "lengths"), lambda q, k, v, n: decode_attention(q, k, v, n)),
-    "cache write": (((2, 2, 64), (2, 2, 64), CACHE, CACHE, "lengths"), cache_write),
+    "cache write": (((2, 512), CACHE, CACHE, "lengths"), lambda x, k, v, n: rope_write(x, 4, 2, None, k, v, n)),
     "rope": (((2, 6, 512), (512,)), lambda x, b: rope_fwd(x, 4, 2, TURN, bias=b)),
     "rope, norm": (
         ((2, 6, 512), (64,), (64,), "at"),

@@ -28,7 +28,7 @@ from seqfuse.kernels._launch import launch
 from seqfuse.kernels.activations import ACTIVATIONS
 from seqfuse.kernels.attention import attention_bwd, attention_fwd
 from seqfuse.kernels.crossentropy import cross_entropy_
-from seqfuse.kernels.decode import cache_write, decode_attention
+from seqfuse.kernels.decode import decode_attention
 from seqfuse.kernels.grouped import finish_rows_, group_sums, grouped_gemm, grouped_outer
 from seqfuse.kernels.norm import norm_bwd, norm_codes, norm_codes_backward, norm_fwd
 from seqfuse.kernels.permute import gather_rows, spread_rows
@@ -69,9 +69,8 @@ def attention() -> None:
     y, lse = attention_fwd(q, k, v, causal=True)
     attention_bwd(torch.empty_like(y), q, k, v, y, lse, (q.clone(), k.clone(), v.clone()), causal=True)
     attention_fwd(q, k, v, mask=torch.ones(1, 1, 40, 40, dtype=torch.bool))
-    new, lengths = drawn(1, 2, 64), torch.tensor([7])
+    lengths = torch.tensor([7])
     cache = drawn(1, 2, 4096, 64), drawn(1, 2, 4096, 64)
-    cache_write(new, new, *cache, lengths)
     decode_attention(drawn(1, 4, 64), *cache, lengths)
     x, rotation = drawn(1, 40, 8 * 64), Rotation("half", 64)
     rope_fwd(x, 4, 2, rotation)

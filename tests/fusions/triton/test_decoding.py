@@ -91,8 +91,7 @@ def test_kernels_make_the_step_and_nothing_else(monkeypatch: pytest.MonkeyPatch)
         cache.feed(model, tokens(1, 4))
         launched.clear()
         cache.feed(model, tokens(1, 1))
-        write = "_cache_write_kernel" if form == "GPT" else "_rope_write_kernel"
-        assert launched == [write, "_decode_kernel"] * 2
+        assert launched == ["_rope_write_kernel", "_decode_kernel"] * 2
 
 
 def test_generates_what_plain_torch_generates(monkeypatch: pytest.MonkeyPatch):
@@ -105,14 +104,13 @@ def test_generates_what_plain_torch_generates(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize(("form", "int8"), PAIRS)
 def test_a_step_that_is_recorded_calls_operators_and_goes_on_in_the_cache(form: str, int8: bool):
-    write = "cache_write" if form == "GPT" else "rope_write"
     model, x, caches = model_of(form), tokens(2, 7), [KVCache(2, 12, int8=int8) for _ in range(2)]
     for cache in caches:
         cache.feed(model, x[:, :5])
     with sf.fusing(on_error="raise"), caches[0].rehearsal():
         graph = make_fx(lambda t: caches[0].feed(model, t))(torch.zeros_like(x[:, :1]))
     called = re.findall(r"torch\.ops\.seqfuse\.(\w+)\.default\(", graph.code)
-    assert [name for name in called if "write" in name or "decode" in name] == [write, "decode_attention"] * 2
+    assert [name for name in called if "write" in name or "decode" in name] == ["rope_write", "decode_attention"] * 2
     for part in x[:, 5:].split(1, 1):
         torch.testing.assert_close(graph(part), caches[1].feed(model, part))
     for mine, its in zip(*map(kept, caches), strict=True):
