@@ -1,14 +1,22 @@
-"""Unusual members of a sequence: operations with their own forward, sequences in themselves, an `infer` that fails."""
+"""Unusual members of a sequence, members that change between calls, and copies of sequences."""
 
 from __future__ import annotations
 
+import copy
+import pickle
+from collections.abc import Callable
+from typing import Any
+
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.errors import PluginError
+from seqfuse.testing import seeded_randn
+from tests.fuser.fusions import PAIR, outcome, randomized, tensor
 
 from .fusions import Doubles
 from .kit import draw, randomize
@@ -105,3 +113,113 @@ def test_the_input_may_be_given_by_the_name_that_torch_has_for_it() -> None:
             model(x, input=x)
     model = sf.Sequential(ops.Tanh(), ops.Add("input"))
     assert torch.equal(model(x, input=x), torch.tanh(x) + x)
+
+
+# Parameters removed from a sequence's dictionaries, and members reordered, between calls.
+
+
+@pytest.mark.parametrize("where", ["a list", "behind barriers", "under a plan"])
+def test_a_bias_taken_out_of_the_dictionary_of_parameters_is_gone(where: str) -> None:
+    linear = ops.Linear(4, 4)
+    around = [ops.Fork(), ops.Dropout(0.5), nn.Softplus()] if where == "behind barriers" else []
+    end = [ops.Fork(), nn.Softplus(), ops.Add(), ops.Add()] if around else [ops.Tanh()]
+    model, x = sf.Sequential(*around, linear, *end), torch.randn(3, 4)
+    model(x)
+    linear._parameters["bias"] = None
+    if where == "under a plan":
+        assert "Bias" not in model.plan(x).names
+    torch.manual_seed(3)
+    y = model(x)
+    torch.manual_seed(3)
+    fresh = sf.Sequential(*around, linear, *end)(x)
+    torch.testing.assert_close(y, fresh)
+    y.sum().backward()
+    assert linear.weight.grad is not None
+
+
+def test_a_bias_taken_out_of_the_dictionary_of_parameters_is_gone_under_vmap() -> None:
+    linear, x = ops.Linear(4, 4), torch.randn(3, 4)
+    model = torch.func.vmap(sf.Sequential(linear, ops.Tanh()))
+    model(x)
+    linear._parameters["bias"] = None
+    torch.testing.assert_close(model(x), (x @ linear.weight.t()).tanh())
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "x"),
+    [
+        ([ops.Linear(4, 4, bias=False)], "weight", torch.randn(3, 4)),
+        ([ops.Bias(4), ops.GeLU()], "bias", torch.randn(3, 4)),
+        ([ops.PositionEmbedding(3, 4)], "weight", torch.randn(3, 4)),
+        ([ops.Embedding(3, 4)], "weight", torch.tensor([0, 2])),
+    ],
+    ids=["Linear", "Bias", "PositionEmbedding", "Embedding"],
+)
+def test_a_parameter_that_an_operation_cannot_do_without_is_missed_by_name(
+    model: list[nn.Module], name: str, x: Tensor
+) -> None:
+    run = sf.Sequential(*model)
+    run(x)
+    model[0]._parameters[name] = None
+    with pytest.raises(sf.errors.InputError, match=rf"SF106.*{type(model[0]).__name__}.*{name} is None"):
+        run(x)
+
+
+def test_members_put_in_another_order_run_in_that_order() -> None:
+    model, x = sf.Sequential(ops.Scale(2.0), ops.Tanh()), seeded_randn((7, 5), 0)
+    model(x)
+    model._modules["0"] = model._modules.pop("0")
+    ops.Tanh()  # reordered children notify nobody; setting an attribute anywhere does
+    torch.testing.assert_close(model(x), 2 * torch.tanh(x))
+
+
+# Shallow copies and replicas run the sequence that they contain, not that of the original.
+
+
+def test_a_shallow_copy_with_a_list_of_its_own_runs_that_list() -> None:
+    mine = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR))
+    x = tensor(7, 5)
+    y = mine(x)
+    twin = copy.copy(mine)
+    twin._modules = dict(mine._modules)
+    twin.append(ops.Scale(2.0))
+    assert len(mine) == len(twin) - 1
+    torch.testing.assert_close(twin(x), 2 * y)
+    assert len(twin.plan(x).names) == len(mine.plan(x).names) + 1
+    assert torch.equal(mine(x), y)
+
+
+@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+def test_a_shallow_copy_is_copied_without_the_original_it_was_made_from(again: Callable[[Any], Any]) -> None:
+    first = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR, memory="lean"))
+    twin, x = copy.copy(first), tensor(7, 5)
+    third = again(twin)
+    y = first(x)
+    del first
+    for made in (third, again(twin)):
+        assert torch.equal(made(x), y)
+        assert (made.fusions, made.memory) == (PAIR, "lean")
+
+
+def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
+    """As `nn.parallel.replicate` copies each module, on one device."""
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Residual(ops.Linear(4, 4)), fusions=PAIR))
+    x = tensor(7, 5)
+    model(x)
+    replicas = {m: m._replicate_for_data_parallel() for m in model.modules()}
+    copies: dict[str, Tensor] = {}
+    for name, module in model.named_modules():
+        replica = replicas[module]
+        replica._modules = {k: replicas[child] for k, child in module._modules.items()}
+        for key, parameter in module._parameters.items():
+            copies[f"{name}.{key}"] = (2 * parameter).detach().requires_grad_()
+            setattr(replica, key, copies[f"{name}.{key}"])
+    twin = replicas[model]
+    got = outcome(twin, {"x": x, **copies}, x)
+
+    def plain() -> Tensor:
+        h = torch.relu(F.linear(x, copies["0.weight"], copies["0.bias"]))
+        return h + F.linear(h, copies["2.0.weight"], copies["2.0.bias"])
+
+    torch.testing.assert_close(got, outcome(plain, {"x": x, **copies}))
+    assert all(p.grad is None for p in model.parameters())

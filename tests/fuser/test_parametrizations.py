@@ -1,4 +1,4 @@
-"""Parametrized parameters: their originals are trained, each is evaluated once per call."""
+"""Parametrized parameters, and parameters of modules inside an operation: each is read anew, once per call."""
 
 from __future__ import annotations
 
@@ -15,26 +15,28 @@ from torch.nn.utils import parametrizations, parametrize
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.fusions import BackwardLinearScale
+from tests.alterations import Doubled
 from tests.fuser.fusions import (
     PAIR_AND_GEMM,
     outcome,
     randomized,
+    run,
     same_as_twin,
     tensor,
     with_twin,
 )
 
 
-class Doubled(nn.Module):
+class Squared(nn.Module):
     def forward(self, w: Tensor) -> Tensor:
         return 2 * w + w.square()
 
 
 PARAMETRIZATIONS: dict[str, Callable[[nn.Module], Any]] = {
-    "weight": lambda m: parametrize.register_parametrization(m, "weight", Doubled()),
-    "bias": lambda m: parametrize.register_parametrization(m, "bias", Doubled()),
-    "both": lambda m: [parametrize.register_parametrization(m, n, Doubled()) for n in ("weight", "bias")],
-    "twice": lambda m: [parametrize.register_parametrization(m, "weight", Doubled()) for _ in range(2)],
+    "weight": lambda m: parametrize.register_parametrization(m, "weight", Squared()),
+    "bias": lambda m: parametrize.register_parametrization(m, "bias", Squared()),
+    "both": lambda m: [parametrize.register_parametrization(m, n, Squared()) for n in ("weight", "bias")],
+    "twice": lambda m: [parametrize.register_parametrization(m, "weight", Squared()) for _ in range(2)],
     "spectral_norm": parametrizations.spectral_norm,
     "weight_norm": parametrizations.weight_norm,
     "weight_norm of frozen norms": lambda m: parametrizations.weight_norm(
@@ -135,7 +137,7 @@ def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
     x = tensor(7, 5)
     for name in ("weight", "bias"):
         for model in (mine, its):
-            parametrize.register_parametrization(model[1], name, Doubled())
+            parametrize.register_parametrization(model[1], name, Squared())
         same_as_twin(mine, its, x)
     for name in ("weight", "bias"):
         for model in (mine, its):
@@ -145,7 +147,7 @@ def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
 
 def test_a_later_call_beside_one_parametrized_parameter_is_the_generated_one() -> None:
     model, x = sf.Sequential(ops.Linear(5, 5), ops.Tanh()), tensor(7, 5)
-    parametrize.register_parametrization(model[0], "weight", Doubled())
+    parametrize.register_parametrization(model[0], "weight", Squared())
     y = model(x)
     (region,) = model._fuser.op_list().parts
     assert torch.equal(region.latest(x, {}, None), y)
@@ -214,8 +216,124 @@ def test_parametrizations_work_under_function_transforms() -> None:
 
 def test_two_linears_are_no_scale_beside_a_linear_where_one_is_parametrized() -> None:
     model = sf.Sequential(randomized(ops.Linear(5, 5)), randomized(ops.Linear(5, 5)), fusions=[BackwardLinearScale])
-    parametrize.register_parametrization(model[0], "weight", Doubled())
+    parametrize.register_parametrization(model[0], "weight", Squared())
     (refusal,) = model.plan(x := tensor(7, 5)).refused
     assert refusal.reason == "there is no Scale beside the Linear"
     with sf.fusing(on_error="raise"):
         model(x).sum().backward()
+
+
+# Modules inside an operation: their configuration and parameters may change between calls.
+
+
+class Affine(sf.UnfusedOperation):
+    """y = leaky(x weight^T), built of torch modules."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+        weight: Tensor
+        z: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(5, 5, bias=False)
+        self.leaky = nn.LeakyReLU(0.1)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return self.leaky(self.inner(x))
+
+    def fwd(self, x: Tensor) -> Any:
+        z = x @ self.inner.weight.mT
+        return self.leaky(z), self.Saved(x=x, weight=self.inner.weight, z=z)
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        dz = torch.where(saved.z > 0, dy, dy * self.leaky.negative_slope)
+        return dz @ saved.weight, {"inner.weight": dz.mT @ saved.x}
+
+
+class SmallSlope(sf.ForwardFusion):
+    """Compiled for one slope."""
+
+    bias: ops.Bias
+    affine: Affine
+
+    def requires(self, env: sf.Env) -> sf.Requirements:
+        yield self.affine.leaky.negative_slope == 0.1, "made for a slope of 0.1"
+
+    def fwd(self, x: Tensor) -> Any:
+        x = x + self.bias.bias
+        weight = self.affine.inner.weight
+        z = x @ weight.mT
+        return F.leaky_relu(z, 0.1), {"bias": ops.Bias.Saved(), "affine": Affine.Saved(x=x, weight=weight, z=z)}
+
+
+def test_configuration_of_a_module_inside_an_operation_is_asked_for_again() -> None:
+    model = randomized(sf.Sequential(ops.Bias(5), Affine(), fusions=(SmallSlope,)))
+    x = tensor(7, 5)
+    for slope in (0.1, 0.5, 0.1):
+        model[1].leaky.negative_slope = slope
+        got = run(model, x)
+        with sf.fusing(False):
+            expected = run(model, x)
+        torch.testing.assert_close(got, expected)
+        assert model.plan(x).count("SmallSlope") == (slope == 0.1)
+
+
+class Twofold(sf.UnfusedOperation):
+    """y = factor x, with the factor of an operation inside."""
+
+    class Saved(sf.Saved):
+        """Nothing: the backward pass reads dy only."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = ops.Scale(2.0)
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * self.inner.factor
+
+    def fwd(self, x: Tensor) -> Any:
+        return x * self.inner.factor, self.Saved()
+
+    def bwd(self, dy: Tensor, saved: Any) -> Any:
+        return dy * self.inner.factor, {}
+
+
+def test_an_operation_inside_another_is_in_the_backward_as_it_was_in_the_forward() -> None:
+    model, x = sf.Sequential(Twofold(), ops.Identity()), tensor(7, 5)
+    y = model(x)
+    model[0].inner.factor = 3.0
+    (dx,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(dx, torch.full_like(x, 2.0))
+    assert torch.equal(model(x), 3 * x)
+
+
+def plain_inside(m: Any) -> None:
+    weight = m.inner.weight.detach().clone().requires_grad_()
+    del m.inner.weight
+    m.inner.weight = weight
+
+
+INSIDE: dict[str, Callable[[Any], Any]] = {
+    "replaced": lambda m: setattr(m.inner, "weight", nn.Parameter(tensor(5, 5, seed=30, grad=False))),
+    "module_replaced": lambda m: setattr(m, "inner", nn.Linear(5, 5, bias=False)),
+    "parametrized": lambda m: parametrize.register_parametrization(m.inner, "weight", Doubled()),
+    "plain": plain_inside,
+    "frozen": lambda m: m.inner.weight.requires_grad_(False),
+}
+
+
+@pytest.mark.parametrize("change", INSIDE.values(), ids=INSIDE.keys())
+def test_a_parameter_of_a_module_inside_an_operation_may_change(change: Callable[[Any], Any]) -> None:
+    model = randomized(sf.Sequential(ops.Bias(5), Affine(), fusions=(SmallSlope,)))
+    x = tensor(7, 5)
+    run(model, x)
+    change(model[1])
+    weight = model[1].inner.weight
+    wanted = {"x": x, "bias": model[0].bias, **dict(model[1].named_parameters())}
+    if weight.is_leaf and weight.requires_grad:
+        wanted["weight"] = weight
+    with parametrize.cached():
+        got = outcome(model, wanted, x)
+    expected = outcome(lambda: F.leaky_relu((x + model[0].bias) @ model[1].inner.weight.mT, 0.1), wanted)
+    torch.testing.assert_close(got, expected)

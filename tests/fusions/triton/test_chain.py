@@ -1,23 +1,30 @@
-"""Point-wise operations in one kernel per direction, also after a GEMM of torch."""
+"""Point-wise operations in one kernel per direction, also around a GEMM of torch."""
 
 from __future__ import annotations
 
+import functools
+import importlib
 from typing import Any, cast
 
 import pytest
 import torch
 import triton
 import triton.language as tl
+from torch import Tensor
 
 import seqfuse as sf
-from seqfuse import ops
+from seqfuse import fusions, ops
 from seqfuse.fusions import (
+    ActivationLinearJoint,
     BiasDropoutAdd,
+    BiasQKNorm,
+    BiasQKNormRotary,
     LinearBias,
     LinearBiasPointwise,
     PointwiseChain,
     PointwiseChainBackward,
     PointwiseChainJoint,
+    chain,
 )
 from seqfuse.fusions.chain import chain_of, pointwise_maker
 from seqfuse.kernels import activations
@@ -46,8 +53,8 @@ def test_training_takes_the_form_that_keeps_less(device: torch.device):
 def test_a_factor_that_changes_between_the_passes_changes_no_gradient(device: torch.device):
     x, dy = (seeded_randn((5, 8), i).to(device).requires_grad_() for i in range(2))
     found: list[torch.Tensor] = []
-    for fusions in ((), PointwiseChainJoint):
-        model = sf.Sequential(ops.SiLU(), ops.Scale(0.5), ops.Tanh(), fusions=fusions).to(device)
+    for chosen in ((), PointwiseChainJoint):
+        model = sf.Sequential(ops.SiLU(), ops.Scale(0.5), ops.Tanh(), fusions=chosen).to(device)
         y = model(x)
         model[1].factor = 3.0
         found += torch.autograd.grad(y, x, dy)
@@ -186,3 +193,128 @@ def test_what_is_kept_of_a_call_follows_the_configuration(device: torch.device):
             steep.slope.fill_(slope)
             torch.testing.assert_close(fusion.fwd(x)[0], slope * (linear.fwd(x)[0] + bias.bias))
             torch.testing.assert_close(chain.fwd(x, seeds=(None, None), needs=frozenset()), slope * x.relu())
+
+
+# Bias, an activation or a gated unit, and Linear: both passes, with fewer saved tensors.
+
+
+def random_bias(width: int, device: torch.device) -> ops.Bias:
+    made = ops.Bias(width)
+    torch.nn.init.normal_(made.bias)
+    return made.to(device)
+
+
+@pytest.mark.parametrize("dtypes", [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)], ids=str)
+def test_that_saves_less_takes_a_residual_of_another_dtype(dtypes: tuple[torch.dtype, ...], device: torch.device):
+    list_ = [ops.SiLU(), ops.Linear(6, 9), ops.Add("other")]
+    model = sf.Sequential(*list_, fusions=ActivationLinearJoint, memory="lean").to(device, dtypes[0])
+    shapes = zip(((5, 6), (5, 9)), dtypes, strict=True)
+    x, other = (seeded_randn(shape, 0, dtype=t).to(device).requires_grad_() for shape, t in shapes)
+    assert model.plan(x, other=other).count("ActivationLinearJoint") == 1
+    found: list[tuple[torch.Tensor, ...]] = []
+    for fused in (True, False):
+        with sf.fusing(fused, on_error="raise"):
+            y = model(x, other=other)
+            found.append((y, *torch.autograd.grad(y, [x, other, *model.parameters()], seeded_randn((5, 9), 1).to(y))))
+    assert [t.dtype for t in found[0]] == [t.dtype for t in found[1]]
+    for ours, theirs in zip(*found, strict=True):
+        torch.testing.assert_close(ours, theirs, rtol=2e-2, atol=2e-2)
+
+
+def test_that_saves_less_computes_only_needed_gradients(device: torch.device):
+    list_ = [random_bias(6, device), ops.SiLU(), ops.Linear(6, 9).to(device)]
+    model = sf.Sequential(*list_, fusions=ActivationLinearJoint, memory="lean")
+    x = seeded_randn((5, 6), 0).to(device)
+    operation = model.plan(x.clone().requires_grad_()).backward[0].operation
+    assert isinstance(operation, ActivationLinearJoint)
+    dy, saved = (
+        seeded_randn((5, 9), 1).to(device),
+        ActivationLinearJoint.Saved(x=x, bias=model[0].bias, weight=model[2].weight),
+    )
+    every = "x", "bias.bias", "linear.weight", "out_bias.bias"
+    _, whole = operation.bwd(dy, saved, needs=frozenset(every), main_grads={})
+    for needs in ({"x"}, {"bias.bias"}, {"linear.weight"}, {"out_bias.bias"}, {"x", "linear.weight"}):
+        dx, grads = operation.bwd(dy, saved, needs=frozenset(needs), main_grads={})
+        assert {name for name, g in {"x": dx, **grads}.items() if g is not None} == needs
+        for name in needs - {"x"}:
+            torch.testing.assert_close(grads[name], whole[name])
+
+
+@pytest.mark.parametrize("gated", [False, True], ids=["GeLU", "SwiGLU"])
+def test_a_block_saves_half_of_what_it_saves_otherwise(gated: bool, device: torch.device):
+    inner = ops.Linear(32, 256 if gated else 128), ops.SwiGLU() if gated else ops.GeLU("tanh"), ops.Linear(128, 32)
+    rules = (*fusions.triton, *fusions.aten)
+    model = sf.Sequential(ops.Residual(ops.LayerNorm(32), *inner), fusions=rules).to(device, torch.bfloat16)
+    lean = sf.Sequential(*model, fusions=(ActivationLinearJoint, fusions.RecomputeNorm, *rules), memory="lean")
+    x = seeded_randn((64, 32), 0, dtype=torch.bfloat16).to(device).requires_grad_()
+    plan = lean.plan(x)
+    assert plan.count("ActivationLinearJoint") == 1, plan
+    saved = {name: one.plan(x).memory.saved for name, one in (("fast", model), ("lean", lean))}
+    # x and z, of x, the norm's output, z and h.
+    assert saved["lean"] / saved["fast"] == pytest.approx(9 / 14 if gated else 5 / 10, abs=0.02)
+
+
+def test_that_saves_less_is_refused_where_nothing_would_be_saved():
+    def reasons(act: sf.UnfusedOperation, grad: bool = True) -> list[str]:
+        fusion = ActivationLinearJoint(bias=None, act=act, linear=ops.Linear(4, 4), out_bias=None, add=None)
+        return [why for holds, why in fusion.requires(sf.Env(kernels="triton", grad=grad)) if not holds]
+
+    assert reasons(ops.Tanh()) == ["Tanh saves its output, which the GEMM after it does too"]
+    assert reasons(ops.SiLU(), grad=False) == ["where nothing needs a gradient nothing is saved"]
+    assert reasons(ops.SiLU()) == []
+
+
+# Without gradients a forward fusion's kernel stores only y, and the fusion returns only y.
+
+
+def heads(*names: str) -> dict[str, Any]:
+    rotary = ops.RotaryEmbedding(2, 1, style="half")
+    made = {"bias": ops.Bias(32), "norm": ops.QKNorm(8, 2, 1), "rotary": rotary}
+    return {name: made[name] for name in names}
+
+
+CASES: dict[str, Any] = {
+    "chain": (PointwiseChain(first=ops.Bias(32), rest=(ops.GeLU(),)), {"seeds": (None, None)}),
+    "norm": (BiasQKNorm(**heads("bias", "norm")), {}),
+    "rotary": (BiasQKNormRotary(**heads("bias", "norm", "rotary")), {}),
+}
+
+
+@pytest.fixture
+def stored(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each call of a kernel stores something in addition to y."""
+    found: list[bool] = []
+
+    def seen(run: Any, *args: Any, **given: Any) -> Any:
+        found.append(bool(given.get("store")))
+        return run(*args, **given)
+
+    kernels = importlib.import_module("seqfuse.kernels.rope")
+    monkeypatch.setattr(kernels, "rope_fwd", functools.partial(seen, kernels.rope_fwd))
+    steps = chain._forward_steps
+
+    def watched(*args: Any) -> Any:
+        made = steps(*args)
+        found.append(("store",) in made[0])
+        return made
+
+    monkeypatch.setattr(chain, "_forward_steps", watched)
+    return found
+
+
+@pytest.mark.parametrize(("fusion", "given"), CASES.values(), ids=CASES)
+def test_nothing_is_stored_where_nothing_is_needed(
+    fusion: Any, given: dict[str, Any], stored: list[bool], device: torch.device
+) -> None:
+    for operation in fusion.operations():
+        operation.to(device)
+    x = seeded_randn((5, 32), 0).to(device)
+    with torch.no_grad():
+        y, _ = fusion.fwd(x, **given, needs=frozenset({"x"}))
+        assert any(stored)
+        stored.clear()
+        alone = fusion.fwd(x, **given, needs=frozenset())
+    assert stored
+    assert not any(stored)
+    assert isinstance(alone, Tensor)
+    torch.testing.assert_close(alone, y)
