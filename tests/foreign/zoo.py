@@ -123,7 +123,7 @@ _VISION: dict[str, tuple[str, dict[str, Any]]] = {
     "dinov2": ("Dinov2ForImageClassification", {**_IMAGE, "mlp_ratio": 2}),
     "deit": ("DeiTForImageClassification", _IMAGE),
     "hf-swin": ("SwinForImageClassification", {
-        "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [1, 1], "num_heads": [2, 4], "window_size": 4}),
+        "image_size": 32, "patch_size": 4, "embed_dim": 16, "depths": [2, 1], "num_heads": [2, 4], "window_size": 4}),
     "siglip": ("SiglipVisionModel", _IMAGE),
     "segformer": ("SegformerForImageClassification", {
         "depths": [1, 1], "hidden_sizes": [16, 32], "num_attention_heads": [1, 2], "sr_ratios": [2, 1],
@@ -171,9 +171,9 @@ _TIMM: dict[str, dict[str, Any]] = {
     "eva02_tiny_patch14_224": _VIT,
     "xcit_nano_12_p8_224": {"embed_dim": 32, "depth": 1, "num_heads": 4},
     "swin_tiny_patch4_window7_224": {
-        "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4, "patch_size": 2},
+        "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4), "window_size": 4, "patch_size": 2},
     "swinv2_tiny_window8_256": {
-        "embed_dim": 16, "depths": (1, 1), "num_heads": (2, 4), "window_size": 4, "patch_size": 2},
+        "embed_dim": 16, "depths": (2, 1), "num_heads": (2, 4), "window_size": 4, "patch_size": 2},
     "naflexvit_base_patch16_gap": {"embed_dim": 32, "depth": 1, "num_heads": 4, "patch_size": 8},
 }  # fmt: skip
 
@@ -440,7 +440,7 @@ def vit() -> Made:
 def swin() -> Made:
     from torchvision.models import SwinTransformer
 
-    made = SwinTransformer([2, 2], 16, [1, 1], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0)
+    made = SwinTransformer([2, 2], 16, [2, 1], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0)
     return made, (_images(),), {}
 
 
@@ -448,7 +448,7 @@ def swin() -> Made:
 def swin_v2() -> Made:
     from torchvision.models.swin_transformer import PatchMergingV2, SwinTransformer, SwinTransformerBlockV2
 
-    made = SwinTransformer([2, 2], 16, [1, 1], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0,
+    made = SwinTransformer([2, 2], 16, [2, 1], [2, 4], [4, 4], num_classes=5, stochastic_depth_prob=0.0,
                            block=SwinTransformerBlockV2, downsample_layer=PatchMergingV2)  # fmt: skip
     return made, (_images(),), {}
 

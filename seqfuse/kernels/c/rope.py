@@ -89,12 +89,19 @@ def _loop(count: str, *lines: str, first: str = "0", sum: str = "") -> str:
 
 
 def _gains(weights: tuple[torch.dtype, torch.dtype] | None, zero_centered: bool) -> str:
-    """C that fills the gains `gq` and `gk`."""
+    """C that fills `gains`, those of queries and those of keys."""
     if weights is None:
         return ""
     one = " + 1.f" if zero_centered else ""
-    each = [f"g{n}[i] = {load_as(of, f'{n}_weight', 'i')}{one};" for n, of in zip("qk", weights, strict=True)]
-    return f"float gq[{MAX_HEAD}], gk[{MAX_HEAD}];\n" + _loop("D", *each)
+    each = [
+        f"gains[{at}][i] = {load_as(of, f'{n}_weight', 'i')}{one};"
+        for at, (n, of) in enumerate(zip("qk", weights, strict=True))
+    ]
+    return f"float gains[2][{MAX_HEAD}];\n" + _loop("D", *each)
+
+
+_GAIN = "const float *restrict g = gains[h >= Q];\n"
+"""C that selects the gain of a head by an index: for a branch, GCC would split the loop of heads into slower ones."""
 
 
 def _source(
@@ -142,7 +149,7 @@ def forward_kernel(
         head += _loop("D", f"float a = {value};", "v[i] = a;", "squares += a * a;", sum="squares")
     if norm:
         head += "float r = 1.f / __builtin_sqrtf(squares / (float)D + eps);\nrstd[row * (Q + K) + h] = r;\n"
-        head += "const float *restrict g = h < Q ? gq : gk;\n" if weights else ""
+        head += _GAIN if weights else ""
     if angles is not None:
         (one, two), (c2, s2) = angles.at("i"), angles.second()
         head += _loop(
@@ -203,8 +210,8 @@ def backward_kernel(
         )
     head += _loop("D", *back("i", dy("i")), first="R")
     if of_x is not None:
-        head += "const float *restrict g = h < Q ? gq : gk;\n" if weights else ""
-        head += "float *restrict w = h < Q ? wq : wk;\n" if any(dweights) else ""
+        head += _GAIN if weights else ""
+        head += "float *restrict w = sums[h >= Q];\n" if any(dweights) else ""
         head += "float r = ((const float *)rstd)[row * (Q + K) + h], along = 0.f;\n"
         head += _loop(
             "D",
@@ -222,16 +229,16 @@ def backward_kernel(
             head += _loop("D", *give("i", "u[i]"))
     row = f"for (I h = 0; h < Q + K; h++) {{\n{head}}}\n"
     if any(dweights):
-        row = f"memset(wq, 0, 4 * D);\nmemset(wk, 0, 4 * D);\n{row}"
+        row = f"memset(sums[0], 0, 4 * D);\nmemset(sums[1], 0, 4 * D);\n{row}"
     at = "C" if dbias is not None else "0"
     tail = ""
     end, width = "", []
     if dbias is not None:
         end += f"{{\nI from = 0, N = C;\n{total(1, store_as(dbias, 'dbias', 'c', '(float)sum[c - c0]'))}}}\n"
         width.append("C")
-    for n, kind in zip("qk", dweights, strict=True):
+    for which, (n, kind) in enumerate(zip("qk", dweights, strict=True)):
         if kind is not None:
-            tail += _loop("D", f"s[{at} + i] += w{n}[i];")
+            tail += _loop("D", f"s[{at} + i] += sums[{which}][i];")
             put = store_as(kind, f"d{n}_weight", "c", "(float)sum[c - c0]")
             end += f"{{\nI from = {at}, N = D;\n{total(1, put)}}}\n"
             at += " + D"
@@ -239,7 +246,7 @@ def backward_kernel(
     if dx or dbias is not None:
         row += f"{{\nI h = Q + K;\n{_loop('K * D', *give('i', dy('i')))}}}\n"
     start = f"float u[{most}], e_[{most}];\n" if norm else ""
-    start += f"float wq[{most}], wk[{most}];\n" if any(dweights) else ""
+    start += f"float sums[2][{most}];\n" if any(dweights) else ""
     if width:
         start += "float *restrict s = scratch + part * W;\nmemset(s, 0, 4 * W);\n"
     pointers = ["dy", *(angles.pointers() if angles else []), *["x", "rstd"] * norm]
