@@ -18,8 +18,7 @@ from seqfuse.ops._grouped_lowprecision import why_no_grouped_gemm
 from seqfuse.recipes import Direction, Recipe, Role
 from seqfuse.testing import assert_bitwise_equal
 from tests.kernels.test_quantize import assert_as_defined, by_kernels, widened
-from tests.lowprecision.hard import draw, hard
-from tests.lowprecision.named import OTHERS, RECIPES, expected, form_of, named
+from tests.lowprecision.named import OTHERS, RECIPES, draw, expected, form_of, hard, named
 
 from . import steps
 

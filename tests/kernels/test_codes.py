@@ -19,8 +19,7 @@ from seqfuse.kernels.quantize import As, codes_tile
 from seqfuse.kernels.rope import Rotation
 from seqfuse.recipes import Recipe, Role
 from seqfuse.testing import Untouched, assert_bitwise_equal, guarded, red_zones, seeded_randn
-from tests.lowprecision.hard import draw
-from tests.lowprecision.named import named
+from tests.lowprecision.named import draw, named
 
 from .conftest import DEVICE
 from .test_quantize import assert_as_defined

@@ -17,8 +17,7 @@ from seqfuse.kernels import quantize as kernels
 from seqfuse.kernels.quantize import Codes
 from seqfuse.recipes import Recipe, Role
 from seqfuse.testing import assert_bitwise_equal, guarded, red_zones, seeded_randn
-from tests.lowprecision.hard import draw, hard
-from tests.lowprecision.named import OTHERS, PAIRS, RECIPES, ROLES, form_of, named
+from tests.lowprecision.named import OTHERS, PAIRS, RECIPES, ROLES, draw, form_of, hard, named
 from tools.compiled import Compiled, compile_variants
 
 from .conftest import DEVICE

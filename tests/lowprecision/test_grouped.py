@@ -20,8 +20,7 @@ from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.selection import few_cases as few_cases
 from tests.selection import some_cases as some_cases
 
-from .hard import draw
-from .named import DIRECTIONS, OTHERS, RECIPES, ROLES, expected, multiplied, named, size_of
+from .named import DIRECTIONS, OTHERS, RECIPES, ROLES, draw, expected, multiplied, named, size_of
 from .test_delayed import windows
 from .test_linear import DTYPES, assert_within
 

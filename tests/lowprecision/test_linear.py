@@ -18,8 +18,7 @@ from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.selection import few_cases as few_cases
 from tests.selection import some_cases as some_cases
 
-from .hard import draw
-from .named import OTHERS, RECIPES, multiplied, named
+from .named import OTHERS, RECIPES, draw, multiplied, named
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 every_recipe = pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)

@@ -16,8 +16,7 @@ from seqfuse.recipes import Recipe
 from seqfuse.testing import seeded_randn
 
 from . import formats
-from .hard import hard
-from .named import DIRECTIONS, OTHERS, PAIRS, RECIPES, ROLES, expected, form_of, named, size_of
+from .named import DIRECTIONS, OTHERS, PAIRS, RECIPES, ROLES, expected, form_of, hard, named, size_of
 
 SHAPES = [(1, 1), (7, 31), (32, 32), (33, 127), (3, 128), (129, 129), (128, 300), (2, 3, 40), (9,), (0, 8), (8, 0)]
 every_recipe = pytest.mark.parametrize("recipe", RECIPES + OTHERS, ids=named)

@@ -17,8 +17,7 @@ from seqfuse.ops import _lowprecision as low
 from seqfuse.plan.tally import Tally
 from seqfuse.recipes import Recipe
 
-from .hard import draw
-from .named import named
+from .named import draw, named
 from .test_linear import check_products
 
 RECIPES: tuple[Recipe, ...] = (
