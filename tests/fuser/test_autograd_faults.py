@@ -286,9 +286,6 @@ def test_hooks_around_a_training_loop_see_what_is_saved_and_nothing_else():
     assert all(t.numel() for t in seen), "a mark of what ran is saved under checkpoints only"
 
 
-# Which outputs are used, which gradients are needed -------------------------------------------------------------------
-
-
 # Dropped fields -------------------------------------------------------------------------------------------------------
 
 

@@ -340,9 +340,6 @@ def test_an_in_place_module_behind_what_keeps_its_output_is_torchs_error(before:
         y.sum().backward()
 
 
-# Values.
-
-
 # Kinds of tensor.
 
 

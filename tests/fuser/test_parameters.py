@@ -366,9 +366,6 @@ def test_dropout_under_vmap_draws_for_every_sample_or_once() -> None:
         vmap(mine)(x)
 
 
-# Parametrized.
-
-
 # Tensors instead of parameters.
 
 

@@ -298,7 +298,7 @@ def test_at_all_costs_keeps_what_is_chosen_around_it(how: Any) -> None:
             assert model.plan(x).count("Own") == 0
 
 
-@pytest.mark.parametrize("given", [(torch.ones(3, 4),), torch.ones(3, 4).numpy()], ids=["tuple", "array"])
+@pytest.mark.parametrize("given", [3, "x", None, [torch.ones(3, 4)], (torch.ones(3, 4),), torch.ones(3, 4).numpy()])
 def test_what_is_no_tensor_is_an_error(given: Any) -> None:
     with pytest.raises(sf.InputError, match="expects a tensor") as caught:
         sf.Sequential(ops.Linear(4, 4), ops.ReLU())(given)

@@ -70,7 +70,6 @@ def test_values_are_those_of_the_formula():
 
 def test_both_spellings_are_one_class():
     assert ops.GELU is ops.GeLU
-    assert repr(ops.GELU("tanh")) == "GeLU(approximate='tanh')"
 
 
 def test_nan_passes_a_relu_and_zero_has_no_slope():

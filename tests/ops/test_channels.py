@@ -26,10 +26,10 @@ def test_dtypes_promote_as_in_torch(x: torch.dtype, other: torch.dtype):
         assert ops.Add().fwd(torch.ones(2, dtype=pair[0]), other=torch.ones(2, dtype=pair[1]))[0].dtype == other
 
 
-def test_its_name_is_the_channel():
-    assert ops.Add().channels == {"other": None}
-    assert ops.Add("skip").channels == {"other": "skip"}
-    assert (repr(ops.Add()), repr(ops.Add("skip"))) == ("Add()", "Add('skip')")
+@pytest.mark.parametrize(("cls", "channel"), [(ops.Add, "other"), (ops.Fork, "out")])
+@pytest.mark.parametrize("name", [(), ("skip",)])
+def test_its_name_is_the_channel(cls: type[sf.UnfusedOperation], channel: str, name: tuple[str, ...]):
+    assert cls(*name).channels == {channel: name[0] if name else None}
 
 
 def test_hands_on_x_twice_and_adds_the_gradients():
@@ -50,46 +50,27 @@ def test_takes_a_gradient_from_one_side_alone():
     assert op.bwd(None, op.Saved(), d_out=None)[0] is None
 
 
-def test_the_name_of_a_fork_is_the_channel():
-    assert ops.Fork().channels == {"out": None}
-    assert ops.Fork("skip").channels == {"out": "skip"}
-    assert (repr(ops.Fork()), repr(ops.Fork("skip"))) == ("Fork()", "Fork('skip')")
+BRANCHES = {
+    "read one input": (
+        (ops.Fork("r"), ops.LayerNorm(6), ops.Linear(6, 6), ops.Take("r"), ops.LayerNorm(6), ops.Linear(6, 6),
+         ops.GeLU(), ops.Add(), ops.Add("r")),
+        lambda fork, norm, first, take, other, second, act, add, last, x: x + first(norm(x)) + act(second(other(x))),
+    ),
+    "share a norm": (
+        (ops.Fork("r"), ops.LayerNorm(6), ops.Fork("n"), ops.Linear(6, 6), ops.Take("n", "attention"),
+         ops.Linear(6, 6), ops.Add("attention"), ops.Add("r")),
+        lambda fork, norm, shared, first, take, second, add, last, x: x + first(norm(x)) + second(norm(x)),
+    ),
+}  # fmt: skip
 
 
-def agrees(model: sf.Sequential, x: torch.Tensor, wanted, **channels: torch.Tensor) -> None:
-    leaves = [x.requires_grad_(), *channels.values(), *model.parameters()]
-    found, dy = model(x, **channels), seeded_randn(tuple(x.shape), 9)
-    expected = wanted(*model, x)
+@pytest.mark.parametrize(("members", "by_hand"), BRANCHES.values(), ids=BRANCHES)
+def test_branches_of_a_parallel_block(members: tuple[sf.UnfusedOperation, ...], by_hand):
+    model, x = randomized(sf.Sequential(*members)), seeded_randn((5, 6), 0).requires_grad_()
+    leaves, dy = [x, *model.parameters()], seeded_randn((5, 6), 9)
+    found, expected = model(x), by_hand(*model, x)
     torch.testing.assert_close(found, expected)
     torch.testing.assert_close(torch.autograd.grad(found, leaves, dy), torch.autograd.grad(expected, leaves, dy))
-
-
-def test_branches_of_a_parallel_block_read_one_input():
-    model = randomized(
-        sf.Sequential(
-            ops.Fork("r"), ops.LayerNorm(6), ops.Linear(6, 6), ops.Take("r"), ops.LayerNorm(6), ops.Linear(6, 6),
-            ops.GeLU(), ops.Add(), ops.Add("r"),
-        )
-    )  # fmt: skip
-
-    def by_hand(fork, norm, first, take, other, second, act, add, last, x):
-        return x + first(norm(x)) + act(second(other(x)))
-
-    agrees(model, seeded_randn((5, 6), 0), by_hand)
-
-
-def test_branches_may_share_a_norm():
-    model = randomized(
-        sf.Sequential(
-            ops.Fork("r"), ops.LayerNorm(6), ops.Fork("n"), ops.Linear(6, 6), ops.Take("n", "attention"),
-            ops.Linear(6, 6), ops.Add("attention"), ops.Add("r"),
-        )
-    )  # fmt: skip
-
-    def by_hand(fork, norm, shared, first, take, second, add, last, x):
-        return x + first(norm(x)) + second(norm(x))
-
-    agrees(model, seeded_randn((5, 6), 0), by_hand)
 
 
 def test_takes_a_public_input_and_gives_a_public_output():
@@ -120,12 +101,6 @@ def test_without_a_name_it_takes_the_nearest_open_fork():
     torch.testing.assert_close(model(x), 7 * x)
 
 
-def test_says_how_it_was_made():
-    assert [repr(op) for op in (ops.Take(), ops.Take("a"), ops.Take("a", "b"), ops.Take(to="b"))] == [
-        "Take()", "Take('a')", "Take('a', to='b')", "Take(to='b')",
-    ]  # fmt: skip
-
-
 @pytest.mark.parametrize("shape", [(5, 6), (6,), (5, 1), (1, 1), ()], ids=str)
 def test_keeps_its_contract(shape: tuple[int, ...]):
     check_op(ops.Multiply("gate"), seeded_randn((5, 6), 0), gate=seeded_randn(shape, 1))
@@ -139,12 +114,6 @@ def test_is_a_gated_unit_of_two_tensors():
     torch.testing.assert_close(y, expected)
     leaves, dy = [up, *model.parameters()], seeded_randn((5, 4), 2)
     torch.testing.assert_close(torch.autograd.grad(y, leaves, dy), torch.autograd.grad(expected, leaves, dy))
-
-
-def test_keeps_only_what_wanted_gradients_read():
-    kept = ops.Multiply.Saved.kept
-    assert kept(frozenset({"x"})) == ("other", "shape")
-    assert kept(frozenset({"other"})) == ("x", "shape")
 
 
 def test_complex_gradients_are_those_of_torch():

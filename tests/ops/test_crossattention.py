@@ -145,9 +145,3 @@ def test_a_decoder_reads_an_encoder():
     keys, values = kv(memory).chunk(2, -1)
     model(x, keys=keys, values=values).square().sum().backward()
     assert all(p.grad is not None and p.grad.any() for p in (x, memory, *kv.parameters(), *model.parameters()))
-
-
-def test_the_repr_says_what_differs_from_the_defaults():
-    op = ops.CrossAttention(4, 2, k="keys", causal=True, mask="m")
-    assert repr(op) == "CrossAttention(4, 2, k='keys', causal=True, mask='m')"
-    assert repr(ops.CrossAttention(4, v="values", dropout=0.5)) == "CrossAttention(4, v='values', dropout=0.5)"

@@ -233,11 +233,6 @@ def test_never_reads_the_seed_on_the_host():
     assert y.shape == op.bwd(y, saved)[0].shape == (8, 3)
 
 
-def test_shows_what_it_does():
-    assert repr(ops.Dropout(0.1)) == "Dropout(p=0.1, mode='upscale_in_train')"
-    assert repr(ops.DropPath(0.2, False)) == "DropPath(p=0.2, scale_by_keep=False)"
-
-
 def test_spans_are_parts_of_the_whole_mask():
     seed, starts = torch.tensor(3**39), torch.arange(8)
     mask = drop_mask(seed, torch.Size((32,)), 0.5)

@@ -111,7 +111,7 @@ def test_what_would_be_lost_in_silence_is_refused_by_name(name: str):
                 op.reference(x)
 
 
-@pytest.mark.parametrize("name", ["Bias", "Dropout", "Linear", "Scale", "Sigmoid", "Tanh"])
+@pytest.mark.parametrize("name", ["Bias", "Dropout", "LayerScale", "Linear", "Scale", "Sigmoid", "Tanh"])
 @pytest.mark.parametrize("own", [torch.complex64, torch.float32], ids=str)
 def test_complex_numbers_are_those_of_torch(name: str, own: torch.dtype):
     x = seeded_randn((5, 6), 0, dtype=torch.complex64).requires_grad_()
@@ -130,6 +130,65 @@ def test_complex_numbers_are_those_of_torch(name: str, own: torch.dtype):
         found.append([y, *torch.autograd.grad(y, leaves, seeded_randn(tuple(y.shape), 7, dtype=y.dtype))])
     for got, wanted in zip(*found, strict=True):
         torch.testing.assert_close(got, wanted)
+
+
+KEPT = [
+    (ops.LayerNorm, {"weight", "bias"}, ("x", "mean", "rstd")),
+    (ops.LayerScale, {"x"}, ("gamma",)),
+    (ops.LayerScale, {"gamma"}, ("x",)),
+    (ops.Linear, {"x"}, ("weight",)),
+    (ops.Linear, {"weight"}, ("x",)),
+    (ops.MergedLinear, {"x"}, ("weights",)),
+    (ops.MergedLinear, {"weight_2"}, ("x",)),
+    (ops.MergedLinear, {"bias_0"}, ()),
+    (ops.Multiply, {"x"}, ("other", "shape")),
+    (ops.Multiply, {"other"}, ("x", "shape")),
+]
+
+
+@pytest.mark.parametrize(("cls", "needs", "kept"), KEPT)
+def test_keeps_only_what_wanted_gradients_read(cls: type[sf.UnfusedOperation], needs: set[str], kept: tuple[str, ...]):
+    assert cls.Saved.kept(frozenset(needs)) == kept
+
+
+REPRS = [
+    (ops.Add(), "Add()"),
+    (ops.Add("skip"), "Add('skip')"),
+    (ops.Attention(4), "Attention(4)"),
+    (ops.Bias(4), "Bias(4)"),
+    (
+        ops.CrossAttention(4, 2, k="keys", causal=True, mask="m"),
+        "CrossAttention(4, 2, k='keys', causal=True, mask='m')",
+    ),
+    (ops.CrossAttention(4, v="values", dropout=0.5), "CrossAttention(4, v='values', dropout=0.5)"),
+    (ops.Dropout(0.1), "Dropout(p=0.1, mode='upscale_in_train')"),
+    (ops.DropPath(0.2, False), "DropPath(p=0.2, scale_by_keep=False)"),
+    (ops.Fork(), "Fork()"),
+    (ops.Fork("skip"), "Fork('skip')"),
+    (ops.GELU("tanh"), "GeLU(approximate='tanh')"),
+    (ops.LayerNorm(4), "LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)"),
+    (ops.LayerScale(6), "LayerScale(6, init_value=1e-05)"),
+    (ops.Linear(6, 4), "Linear(6, 4, bias=True)"),
+    (ops.Linear(6, 4, bias=False), "Linear(6, 4, bias=False)"),
+    (
+        ops.QKNorm(4, 3, 2, full_width=True, zero_centered=True),
+        "QKNorm(4, 3, 2, eps=1e-06, elementwise_affine=True, full_width=True, zero_centered=True)",
+    ),
+    (ops.RMSNorm(4), "RMSNorm((4,), eps=None, elementwise_affine=True)"),
+    (ops.Reshape(2, -1), "Reshape(2, -1)"),
+    (ops.Reshape(6, dims=2), "Reshape(6, dims=2)"),
+    (ops.Scale(-0.3), "Scale(factor=-0.3)"),
+    (ops.Take(), "Take()"),
+    (ops.Take("a"), "Take('a')"),
+    (ops.Take("a", "b"), "Take('a', to='b')"),
+    (ops.Take(to="b"), "Take(to='b')"),
+    (ops.Transpose(1, 2), "Transpose(1, 2)"),
+]
+
+
+@pytest.mark.parametrize(("op", "shown"), REPRS, ids=[shown for _, shown in REPRS])
+def test_shows_how_it_was_made(op: sf.UnfusedOperation, shown: str):
+    assert repr(op) == shown
 
 
 @pytest.mark.parametrize("name", NAMES)

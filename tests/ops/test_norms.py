@@ -115,9 +115,8 @@ def test_a_small_zero_centered_weight_is_not_lost_in_half(kind: type[Norm]):
     assert not torch.equal(op.fwd(x)[0], without)
 
 
-def test_keeps_the_weight_for_dx_alone():
+def test_saves_its_weight_as_it_is():
     op = example("LayerNorm", torch.empty(5))
-    assert "weight" not in op.Saved.kept(frozenset({"weight", "bias"}))
     assert op.fwd(torch.ones(2, 5))[1].weight is op.weight
 
 
@@ -126,8 +125,6 @@ def test_starts_from_the_numbers_and_keys_of_torch():
         assert_bitwise_equal(kind((3, 4)).state_dict(), twin(kind)((3, 4)).state_dict())
         assert not kind(4, elementwise_affine=False).state_dict()
     assert list(ops.LayerNorm(4, bias=False).state_dict()) == ["weight"]
-    assert repr(ops.LayerNorm(4)) == "LayerNorm((4,), eps=1e-05, elementwise_affine=True, bias=True)"
-    assert repr(ops.RMSNorm(4)) == "RMSNorm((4,), eps=None, elementwise_affine=True)"
 
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
