@@ -20,7 +20,8 @@ from ..ops import _attention
 from ..plan import Plan, by_reference
 from ..recipes import within
 from ..run import Fuser, Sequential
-from ..settings import at_all_costs
+from ..settings import at_all_costs, fusing
+from .observe import Observer
 from .structure import Tree, Untouched, assert_bitwise_equal, copied_module
 from .tensors import LAYOUTS, REGIMES, Shape, in_regime, laid_out, seeded_randn, varied
 
@@ -79,10 +80,7 @@ def seeded(seed: int, device: torch.device) -> Generator[None]:
 class Bench:
     """Runs a sequence with a fuser that applies every fusion whose requirements hold, regardless of cost.
 
-    Args:
-        root: the sequence.
-        fusions: the fusion set.
-        on_step: as in `Fuser`. With it, each operation runs as a step of a plan, views included.
+    Each operation runs as a step of a plan, views included.
     """
 
     def __init__(
@@ -145,13 +143,8 @@ class Specimen:
     """A sequence of operations under test: copies that the test kit owns, in any dtype.
 
     Constant parameters, as in fresh norms and biases, get random values: with equal values, a permutation, a missing
-    addition or a multiplication by one would not show.
-
-    Args:
-        operations: the sequence; not modified.
-        x: its shape and device are those of the input, its values those of the regime `"given"`.
-        channels: tensors for public extra inputs; others are random, in the shape of the tensor they are combined with.
-        seed: of all random values.
+    addition or a multiplication by one would not show. The regime `"given"` has the values of `x`. Channels that are
+    not given are random, in the shape of the tensor they are combined with.
     """
 
     def __init__(self, operations: Sequence[nn.Module], x: Tensor, channels: Mapping[str, Tensor], seed: int) -> None:
@@ -187,6 +180,32 @@ class Specimen:
         """Run the references under plain autograd; `wide` in float64."""
         bench = self.reused((case.dtype, wide), seed, lambda: self.bench(case.dtype, wide=wide))
         return self.run(bench, case, seed, reference=True, wide=wide)
+
+    def observed(
+        self,
+        case: Case,
+        seed: int | None = None,
+        fusions: Sequence[type[FusedOperation]] = (),
+        *,
+        twice: bool = False,
+        watches: bool = True,
+        wide: bool = False,
+    ) -> tuple[Outcome, Bench, Observer]:
+        """Run a case and observe the passes of the fusions, if any, else of the operations.
+
+        Without a seed, the specimen's seed and a new bench: only its first run checks what passes return, which may
+        depend on the layout.
+        """
+
+        def made() -> tuple[Bench, Observer]:
+            observer = Observer(twice, watches=watches, fused=bool(fusions))
+            return self.bench(case.dtype, fusions, observer, wide=wide), observer
+
+        how = fusions, case.dtype, wide, (case.layout, case.dy_layout) if watches else None
+        bench, observer = made() if seed is None else self.reused(how, seed, made)
+        observer.seen.clear()
+        with fusing(on_error="raise"):
+            return self.run(bench, case, self.seed if seed is None else seed, wide=wide), bench, observer
 
     def reused(self, key: Any, seed: int, made: Callable[[], _T]) -> _T:
         """What `made` returned for an earlier case of this key, so that a known shape is planned only once.
@@ -283,13 +302,8 @@ class Specimen:
     def run(self, bench: Bench, case: Case, seed: int, *, reference: bool = False, wide: bool = False) -> Outcome:
         """Run a bench and its backward from random gradients.
 
-        Args:
-            bench: of a copy of the sequence, returned by `at`.
-            case: shape, dtype, layouts and regimes of the inputs.
-            seed: of inputs and gradients; runs with the same seed use the same values. A seed other than the specimen's
-                also varies the parameters.
-            reference: run the references under plain autograd, not the engine.
-            wide: widen the inputs, rounded to the case's dtype, to float64.
+        Runs with the same seed use the same values; a seed other than the specimen's also varies the parameters. If
+        `wide`, the inputs are widened to float64 after they are rounded to the case's dtype.
         """
         inputs, parameters = self._given(bench, case, seed, wide)
         for p in parameters.values() if seed != self.seed else ():
@@ -391,28 +405,6 @@ def subsets(names: Sequence[str]) -> list[frozenset[str]]:
         return [frozenset(some) for n in range(len(names) + 1) for some in combinations(names, n)]
     everything = frozenset(names)
     return [frozenset(), *(frozenset({n}) for n in names), *(everything - {n} for n in names), everything]
-
-
-def assert_apart(specimen: Specimen, bench: Bench, case: Case, tree: Mapping[str, Tree]) -> None:
-    """Another call changes nothing of a call, neither what it returned nor what its backward pass reads.
-
-    Args:
-        specimen: whose sequence it is.
-        bench: around a copy of it.
-        case: what it is run on.
-        tree: its results without another call, in memory of their own.
-
-    Raises AssertionError naming a tensor, or what a backward pass raised.
-    """
-    try:
-        found = specimen.run_beside(bench, case)
-    except RuntimeError as error:  # torch found that a saved tensor was written
-        raise AssertionError(f"a call fails if another one runs before its backward pass: {error}") from error
-    try:
-        assert_bitwise_equal(found, tree)
-    except AssertionError as error:
-        advice = "return and save new tensors, and keep nothing else between the passes"
-        raise AssertionError(f"another call changes the results of the one before: {error}; {advice}") from None
 
 
 def few_rows(shapes: Sequence[Shape]) -> Shape:

@@ -7,7 +7,6 @@ some compiler failures kill the process: so a child process imports the kernel's
 from __future__ import annotations
 
 import dataclasses
-import functools
 import importlib.util
 import inspect
 import json
@@ -19,7 +18,6 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import ModuleType
 from typing import Any, cast
@@ -48,29 +46,17 @@ TRITON_DTYPES = {
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Variant:
-    """One configuration of a kernel to compile.
+    """One configuration of a kernel to compile."""
 
-    Args:
-        name: readable in a table: `"bias,gelu bf16 4x1024"`.
-        kernel: the `triton.jit` function.
-        signature: type of every argument that is not a constexpr, in the order of the kernel's parameters.
-        constexprs: value of every constexpr argument. Arguments that are `None` belong here, too.
-        divisible: arguments whose address or value is a multiple of 16; for a tuple argument, those of all its members.
-        num_warps: as in a launch.
-        num_stages: as in a launch.
-        has_dot: whether the kernel multiplies matrices, so that `wgmma` must appear in its code for sm_90.
-        options: further compiler options, such as `maxnreg`.
-    """
-
-    name: str
+    name: str  # readable in a table: "bias,gelu bf16 4x1024"
     kernel: Any
-    signature: Mapping[str, Type]
-    constexprs: Mapping[str, Any]
-    divisible: tuple[str, ...] = ()
+    signature: Mapping[str, Type]  # of arguments that are not constexprs, in the order of the kernel's parameters
+    constexprs: Mapping[str, Any]  # with the arguments that are None
+    divisible: tuple[str, ...] = ()  # arguments whose address or value, or those of all members, is a multiple of 16
     num_warps: int = 4
     num_stages: int = 3
-    has_dot: bool = False
-    options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])
+    has_dot: bool = False  # whether it multiplies matrices, so that wgmma must appear in its code for sm_90
+    options: Mapping[str, Any] = dataclasses.field(default_factory=dict[str, Any])  # such as maxnreg
 
 
 @dataclasses.dataclass(frozen=True)
@@ -104,8 +90,8 @@ def compile_kernel(
     """Compile a Triton kernel for a launch with these arguments, also for GPUs that this machine does not have.
 
     Only the dtype of a tensor matters, so `"meta"` tensors work; 16-byte alignment is assumed. The kernel may be
-    interpreted in this process. Compilation runs in other processes, which import the kernel's module again, even if it
-    is the main script.
+    interpreted in this process. Another process compiles it, and imports the kernel's module again, even if it is the
+    main script.
 
     Args:
         kernel: the `triton.jit` function.
@@ -151,25 +137,21 @@ def compile_kernel(
     variant = Variant(
         name=name, kernel=kernel, signature=signature, constexprs=constexprs, divisible=divisible, **options
     )
-    with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
-        launch = Path(folder, "launch.pickle")
+    with tempfile.TemporaryDirectory(prefix="seqfuse-compiled-") as folder:
+        launch, results = Path(folder, "launch.pickle"), Path(folder, "results")
         with launch.open("wb") as file:
             _Pickler(file).dump(vars(variant))
-        found = tuple(pool.map(functools.partial(_sent, launch), targets))
+        done = in_child(__name__, str(launch), str(results), *targets)
+        lines = results.read_text().splitlines() if results.exists() else []
+    found = tuple(Compiled(kernel.fn.__module__, name, **json.loads(line)) for line in lines)
     for one in found:
         if one.error is not None:
             raise AssertionError(f"{name} does not compile for {one.target}: {one.error}")
-    return tuple(dataclasses.replace(one, module=kernel.fn.__module__, variant=name) for one in found)
-
-
-def _sent(launch: Path, target: str) -> Compiled:
-    result = launch.with_name(f"{target}.json")
-    done = in_child(__name__, str(launch), target, str(result))
-    if done.returncode == 0:
-        return Compiled(**json.loads(result.read_text()))
     if done.returncode < 0:
-        return Compiled("", "", target, error=ended(done))
-    raise RuntimeError(f"for {target} {ended(done)}")
+        raise AssertionError(f"{name} does not compile for {targets[len(found)]}: {ended(done)}")
+    if done.returncode:
+        raise RuntimeError(f"for {targets[len(found)]} {ended(done)}")
+    return found
 
 
 def in_child(module: str, *arguments: str) -> subprocess.CompletedProcess[str]:
@@ -344,17 +326,19 @@ def why(error: BaseException) -> str:
     return f"{type(error).__name__}: {' '.join(text.split())}"[:300]
 
 
-def _main(launch: str, target: str, result: str) -> None:
-    """Compile a pickled launch, in the child process."""
+def _main(launch: str, results: str, *targets: str) -> None:
+    """Compile a pickled launch, in the child process; a crash leaves the results of the targets before."""
     with Path(launch).open("rb") as file:
         variant = Variant(**_Unpickler(file).load())
-    begun = time.perf_counter()
-    try:
-        numbers: dict[str, Any] = resources(built(variant, target), target)
-        found = Compiled("", "", target, seconds=time.perf_counter() - begun, **numbers)
-    except Exception as error:
-        found = Compiled("", "", target, error=why(error))
-    Path(result).write_text(json.dumps(dataclasses.asdict(found)))
+    for target in targets:
+        begun = time.perf_counter()
+        try:
+            found: dict[str, Any] = resources(built(variant, target), target)
+        except Exception as error:
+            found = {"error": why(error)}
+        found |= {"target": target, "seconds": time.perf_counter() - begun}
+        with Path(results).open("a") as file:
+            print(json.dumps(found), file=file)
 
 
 if __name__ == "__main__":

@@ -86,10 +86,7 @@ def activations(specimen: Specimen) -> Iterator[Pointwise]:
 
 
 def compare_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Sequence[torch.dtype]) -> str | None:
-    """Compare `value` and `derivative` in a kernel with the passes of the operation; returns the reason if it did not.
-
-    Raises AssertionError naming the case, and y or d_x.
-    """
+    """Compare `value` and `derivative` in a kernel with the passes of the operation; returns why it did not."""
     if type(act).value is None:
         return None
     unchecked = "value and derivative were not checked: "
@@ -117,10 +114,7 @@ def compare_device_functions(act: Pointwise, x: Tensor, seed: int, dtypes: Seque
 
 
 def assert_elementwise(act: Pointwise, specimen: Specimen) -> None:
-    """Each element of `reference`'s output depends only on the same element of its input.
-
-    Raises AssertionError naming two elements.
-    """
+    """Each element of `reference`'s output depends only on the same element of its input."""
     name = type(act).__name__
     x = specimen.inputs_for(Case(specimen.shapes()[0], torch.float64), specimen.seed)["x"]
     if act.random or not x.numel():

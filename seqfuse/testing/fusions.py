@@ -52,9 +52,8 @@ def check_fusion(
     unfused forward, a joint fusion with itself, and every forward without gradients. Compared are output, extra
     outputs, and the gradients of x, of extra inputs and of each parameter.
 
-    * dtypes, the four value regimes, x as given, zeros, a NaN, an Inf; huge values must not be lost; more tokens, an
-      odd number, 130, no tokens, and an x of shape [H]; strided, transposed, misaligned and expanded x and gradients;
-      every subset of frozen parameters and inputs; outputs without gradients.
+    * dtypes, values, shapes and layouts as in `check_op`; every subset of frozen parameters and inputs; outputs without
+      gradients.
     * saved tensors, field by field: the class, the parameter itself, plain data, shapes, dtypes, and values within the
       error bound. The function of a `Recompute` is module-level and returns the same bits twice. The same holds for
       `unfused(saved)`. Parameters, inputs and outputs are not saved as copies.
@@ -67,10 +66,8 @@ def check_fusion(
     * if a pass fails, the result is that of the unfused operations: bit for bit, or within the error bound with
       `unfused(saved)`. Without that method the backward pass of a joint fusion raises `KernelError`.
 
-    The fusion is used wherever its requirements hold, regardless of cost, and interpreted kernels round as on a GPU. A
-    numeric failure in float32, or in 16 bits for a tensor of at most 64 elements, is repeated with two other seeds and
-    counts if the same tensor fails again, since correct kernels fail in about 1 of 150 cases. All other failures count
-    at once.
+    The fusion is used wherever its requirements hold, regardless of cost, and interpreted kernels round as on a GPU.
+    Failures that may be chance are repeated as in `check_op`.
 
     Generated sequences also use the other configurations in `examples(x)`: a fusion must support each, or decline it in
     `requires`. If the width of x is a power of two, one sequence has another width, above 256 if it takes that. The

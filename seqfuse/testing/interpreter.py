@@ -296,15 +296,8 @@ class _LanguagePatch:
             self._scope.set_attr(tl.tensor, "__index__", lambda tensor: int(tensor.handle.data.item()))
             for name, of in () if self._faster is None else self._faster.methods(self._interpreter):
                 self._scope.set_attr(tl.tensor, name, of(getattr(tl.tensor, name)))
-        return _Open()
+        return types.SimpleNamespace(restore=lambda: None)  # the patch stays until the block ends
 
     def restore(self) -> None:
         if self._scope is not None:
             self._scope.restore()
-
-
-class _Open:
-    """The handle of a patch that stays until the block ends: `restore` does nothing."""
-
-    def restore(self) -> None:
-        pass

@@ -15,10 +15,12 @@ from torch import Tensor, nn
 
 from ..errors import KernelError, PluginError
 from ..fake import faking
+from ..fusion import InferenceFusion
 from ..saved import Saved, copied
-from .cases import HUGE, Case, Outcome
+from ..settings import fusing
+from .cases import HUGE, Bench, Case, Outcome, Specimen
 from .numerics import Check, FusedMismatch, Report, assert_fused_close, compared
-from .observe import Pass, leaves, results
+from .observe import Observer, Pass, leaves, results
 from .structure import Tree, assert_bitwise_equal, assert_distinct_storages, index_of, named_tensors, share_storage
 
 E = TypeVar("E", bound=BaseException)
@@ -27,10 +29,7 @@ _PASSES = "seqfuse.ops", "seqfuse.fusions", "seqfuse.kernels"
 
 
 def assert_own_memory(fused: Outcome, unfused: Outcome) -> None:
-    """Results own their memory, except where an operation itself returns its input.
-
-    Raises AssertionError naming both tensors.
-    """
+    """Results own their memory, except where an operation itself returns its input."""
     own = {name: g for name, g in fused.grads.items() if name.endswith(".grad")}
     handed = {name: g for name, g in fused.grads.items() if name not in own}
     given = {**fused.inputs, **fused.parameters}
@@ -142,10 +141,7 @@ def met(case: Case) -> str:
 
 
 def assert_stays_finite(fused: Tree, unfused: Tree, reference: Tree, note: str = "") -> None:
-    """No element that the operations and float64 keep finite becomes Inf or NaN; the reverse is allowed.
-
-    Raises AssertionError naming tensor and index, followed by `note`.
-    """
+    """No element that the operations and float64 keep finite becomes Inf or NaN; the reverse is allowed."""
     f, u, r = (dict(named_tensors(tree)) for tree in (fused, unfused, reference))
     for name, mine in f.items():
         own, exact = u.get(name), r.get(name)
@@ -176,18 +172,10 @@ def judge(measure: Measure, seed: int, note: str = "", others: Others | None = N
     So, if the only failures are parts other than structure in float32, or in 16 bits in tensors of at most 64 elements,
     or the element part in those of 2^24 or more, two more seeds are drawn, and the same tensor failing again in either
     of them is an error; if that tensor has few elements, only if it also fails in as many draws, judged as one tensor,
-    as have 128 elements together.
+    as have 128 elements together. `others` are further unfused results for a seed, as in `assert_fused_close`.
 
     On a GPU the order in which a float32 GEMM is summed is the vendor library's choice, which depends on whether there
     is a bias, and errors differ by a factor of three. There the unfused GEMM may use either of the two orders.
-
-    Args:
-        measure: the three results for a seed.
-        seed: the first one.
-        note: appended to an error about NaN or Inf.
-        others: further unfused results for a seed, as in `assert_fused_close`; called only if the bound fails.
-
-    Raises FusedMismatch.
     """
     sides, first = _judged(measure, seed, others)
     if first is None:
@@ -240,10 +228,7 @@ def _in_another_order(measure: Measure, seed: int, sides: tuple[Tree, Tree, Tree
 
 
 def judge_case(measure: Measure, case: Case, seed: int) -> None:
-    """Apply the error bound to a case; for huge numbers and gradients, only check that none becomes Inf or NaN.
-
-    Raises FusedMismatch, or AssertionError naming the element.
-    """
+    """Apply the error bound to a case; for huge numbers and gradients, only check that none becomes Inf or NaN."""
     if case.regime == HUGE or case.dy_regime == "infinite":
         assert_stays_finite(*measure(seed), met(case))
     else:
@@ -315,6 +300,31 @@ def _named(tree: Tree, name: str) -> Tensor:
     return tensor.detach()
 
 
+def assert_repeats(specimen: Specimen, bench: Bench, case: Case, once: Outcome) -> None:
+    """Another call with the same inputs gives the same bits, and other calls in between change no results."""
+    kept = once.kept()
+    with fusing(on_error="raise"):
+        with saying("called again with the same inputs"):
+            assert_bitwise_equal(specimen.run(bench, case, specimen.seed).tree, kept)
+        try:
+            found = specimen.run_beside(bench, case)
+        except RuntimeError as error:  # torch found that a saved tensor was written
+            raise AssertionError(f"a call fails if another one runs before its backward pass: {error}") from error
+    try:
+        assert_bitwise_equal(found, kept)
+    except AssertionError as error:
+        advice = "return and save new tensors, and keep nothing else between the passes"
+        raise AssertionError(f"another call changes the results of the one before: {error}; {advice}") from None
+
+
+def assert_alike(observer: Observer) -> None:
+    """Checks that depend only on shapes: what passes return on fake tensors, and no saved copies."""
+    for run in observer.firsts():
+        assert_fakes_alike(run)
+        if run.name == "fwd" and not isinstance(run.owner, InferenceFusion):
+            assert_saves_no_copies(run)
+
+
 def assert_only_wanted(back: Pass, needs: frozenset[str], names: Iterable[str]) -> None:
     """A backward returns the gradients in `needs` and no others, unless another costs nothing.
 
@@ -372,10 +382,7 @@ def assert_dtypes(found: Mapping[str, Tensor], reference: Mapping[str, Tensor]) 
 
 
 def assert_saves_no_copies(ahead: Pass) -> None:
-    """Inputs and outputs of a forward are saved as themselves: a copy, also in a wider dtype, takes additional memory.
-
-    Raises AssertionError naming the field and the tensor.
-    """
+    """Inputs and outputs of a forward are saved as themselves: a copy, even in a wider dtype, takes more memory."""
     y, *outputs, saved = ahead.out
     named: dict[str, Any] = {"x": ahead.args[0], "y": y, **ahead.kwargs, **(outputs[0] if outputs else {})}
     known = [(name, t) for name, t in named.items() if isinstance(t, Tensor) and t.numel() > 1]
@@ -414,8 +421,6 @@ def assert_fakes_alike(run: Pass) -> None:
     """On fake tensors a pass returns as many tensors as on real ones, of the same shapes and dtypes.
 
     A pass that cannot run on fake tensors is skipped: its plan reports saved bytes as unknown.
-
-    Raises AssertionError naming the pass, the tensor and both shapes.
     """
     real = {name: (tuple(t.shape), t.dtype) for name, t in results(run.name, run.out)}
     with faking() as mode, torch.no_grad():

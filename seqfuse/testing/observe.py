@@ -141,12 +141,12 @@ class Observer:
 
     A pass raises `AssertionError` if it modifies an argument, a parameter or a buffer, or changes `GlobalState`, unless
     `watches` is `False`. If `twice`, it runs again with new memory filled with NaN, and raises if results contain this
-    NaN.
+    NaN. If `fused`, only passes of fusions are observed.
     """
 
-    def __init__(self, twice: bool = False, *, watches: bool = True) -> None:
+    def __init__(self, twice: bool = False, *, watches: bool = True, fused: bool = False) -> None:
         self.seen: list[Pass] = []
-        self._twice, self._watches = twice, watches
+        self._twice, self._watches, self._fused = twice, watches, fused
 
     def attach(self, owner: Any, modules: Iterable[nn.Module] = ()) -> None:
         """Observe this instance, not its class; `modules` are the modules that its passes read."""
@@ -159,6 +159,8 @@ class Observer:
     def __call__(self, step: Any, run: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Run and observe one pass of a plan's step."""
         owner = step.operation
+        if self._fused and not step.fused:
+            return run(*args, **kwargs)
         if not self._watches:
             out = run(*args, **kwargs)
             self.seen.append(Pass(owner, pass_name(step, run), args, kwargs, out, step.start))

@@ -16,17 +16,17 @@ from ..errors import InputError, SeqfuseError, StateError
 from ..operation import UnfusedOperation
 from ..saved import Saved, copied
 from .arguments import check_kit_arguments
-from .cases import HUGE, Bench, Case, Outcome, Specimen, assert_apart, cases, few_rows, seeded, subsets, uncounted
+from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets, uncounted
 from .elementwise import activations, assert_elementwise, check_derivative_reference, compare_device_functions
 from .judge import (
     LOW,
+    assert_alike,
     assert_dtypes,
-    assert_fakes_alike,
     assert_like_inputs,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
-    assert_saves_no_copies,
+    assert_repeats,
     assert_saves_parameters,
     assert_stays_finite,
     judge,
@@ -124,28 +124,22 @@ def _check(
     for dtype in dtypes:
         few, still = (Case(few_rows(shapes), dtype, grad=grad) for grad in (True, False))
         with saying(f"{name}, {still}"):
-            assert_dtypes(_observed(specimen, still)[0].outputs, specimen.references(still, seed).outputs)
+            assert_dtypes(specimen.observed(still)[0].outputs, specimen.references(still, seed).outputs)
         with saying(f"{name}, {few}"):
-            _observed(specimen, few, twice=True)
+            specimen.observed(few, twice=True)
         for case in cases(shapes, dtype, specimen.outputs):
             _check_numbers(name, specimen, case)
             count += 1
         with saying(f"{name}, {few}"):
-            for run in _observed(specimen, few)[2].firsts():
-                assert_fakes_alike(run)
-                if run.name == "fwd":
-                    assert_saves_no_copies(run)
+            assert_alike(specimen.observed(few)[2])
     with saying(f"{name}, x in bfloat16 and parameters in float32"):
         _check_mixed(specimen, Case(few_rows(shapes), torch.bfloat16))
     small = Case(few_rows(shapes), dtypes[0])
     with saying(f"{name}, {small}"):
         full = _check_subsets(specimen, small)
-        once, bench, _ = _observed(specimen, small)
+        once, bench, _ = specimen.observed(small)
         assert_bitwise_equal(once.tree, full.tree)
-        kept = once.kept()
-        # The first call checks what each pass returns; the second skips these checks.
-        assert_bitwise_equal(specimen.run(bench, small, seed).tree, kept)
-        assert_apart(specimen, bench, small, kept)
+        assert_repeats(specimen, bench, small, once)
         _check_copies(op, specimen, small, full)
     with saying(f"{name}, in float64"):
         _check_gradients_numerically(specimen, small.shape)
@@ -196,20 +190,6 @@ def _check_declarations(specimen: Specimen) -> None:
                 )
 
 
-def _observed(
-    specimen: Specimen, case: Case, seed: int | None = None, *, twice: bool = False
-) -> tuple[Outcome, Bench, Observer]:
-    def made() -> tuple[Bench, Observer]:
-        observer = Observer(twice)
-        return specimen.bench(case.dtype, on_step=observer), observer
-
-    # Only a bench's first run checks what passes return, which may depend on the layout.
-    how = case.dtype, case.layout, case.dy_layout
-    bench, observer = made() if seed is None else specimen.reused(how, seed, made)
-    observer.seen.clear()
-    return specimen.run(bench, case, specimen.seed if seed is None else seed), bench, observer
-
-
 def _check_mixed(specimen: Specimen, case: Case) -> None:
     """Outputs have the reference's dtypes also if x is narrower than the parameters, unless either refuses that.
 
@@ -237,7 +217,7 @@ def _check_numbers(name: str, specimen: Specimen, case: Case) -> None:
     seen: list[Observer] = []
 
     def measure(seed: int) -> tuple[Tree, Tree, Tree]:
-        fused, _, observer = _observed(specimen, case, seed)
+        fused, _, observer = specimen.observed(case, seed)
         seen[:] = [observer]
         unfused, wide = (specimen.references(case, seed, wide=wide) for wide in (False, True))
         assert_own_memory(fused, unfused)
@@ -287,13 +267,13 @@ def _rounded(observer: Observer) -> list[str]:
 def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
     """Compare every subset of needed gradients with the run in which all are needed."""
     names = specimen.names()
-    full, _, _ = _observed(specimen, case)
+    full, _, _ = specimen.observed(case)
     saved: dict[int, set[str]] = {}
     read: dict[int, set[str]] = {}
     for subset in subsets(names):
         some = Case(case.shape, case.dtype, frozen=frozenset(names) - subset)
         with saying(f"gradients needed {[n for n in names if n in subset]}"):
-            found, bench, observer = _observed(specimen, some)
+            found, bench, observer = specimen.observed(some)
             assert_bitwise_equal(found.tree, {name: full.tree[name] for name in found.tree})
             nodes = bench.nodes
             for at, node in enumerate(nodes):
@@ -304,7 +284,10 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
                     if "needs" in back.kwargs:
                         inputs = [name for name, _ in node.inputs]
                         assert_only_wanted(back, back.kwargs["needs"], (*node.slots, *inputs))
-                    _check_dx(back.out[0], ahead.args[0])
+                    dx, x = back.out[0], ahead.args[0]
+                    if dx is not None and (dx.shape != x.shape or dx.dtype is not x.dtype):
+                        given, wanted = (f"{t.dtype} {tuple(t.shape)}" for t in (dx, x))
+                        raise AssertionError(f"bwd gives dx as {given} for x of {wanted}")
                     if not some.frozen:
                         assert_reads_records(back, node.slots)
                     read.setdefault(at, set()).update(_fields_read(back))
@@ -313,11 +296,6 @@ def _check_subsets(specimen: Specimen, case: Case) -> Outcome:
         if unread:
             raise AssertionError(f"{specimen.nodes[at].name} saves {unread[0]!r} and its bwd never reads it")
     return full
-
-
-def _check_dx(dx: Tensor | None, x: Tensor) -> None:
-    if dx is not None and (dx.shape != x.shape or dx.dtype is not x.dtype):
-        raise AssertionError(f"bwd gives dx as {dx.dtype} {tuple(dx.shape)} for x of {x.dtype} {tuple(x.shape)}")
 
 
 def _fields(record: Saved) -> set[str]:

@@ -25,8 +25,6 @@ Pick = Callable[[int, type[UnfusedOperation], Tensor], UnfusedOperation]
 def example_lists(fusion: type[FusedOperation], x: Tensor) -> Iterator[tuple[list[UnfusedOperation], Tensor]]:
     """Op sequences for a fusion, each with its input: one with every slot filled, then variants of one slot each.
 
-    The sequences of `configured_otherwise` are not included.
-
     A slot of an open type or a union is filled with each class known to match; an optional one is also left empty; a
     variadic one has two, one and three operations. Each operation is its class's `example(x)`, for an x of the shape
     that `infer` of the previous one returns. If shapes do not fit, such as an odd width and a gated unit, x gets up to

@@ -98,10 +98,7 @@ def unwritten_is_nan() -> Generator[None]:
 
 
 def assert_written(name: str, once: Iterable[tuple[str, Tensor]], again: Iterable[tuple[str, Tensor]]) -> None:
-    """Results of a pass do not depend on memory that it did not write.
-
-    Raises AssertionError naming the pass, the tensor and the first such element.
-    """
+    """Results of a pass do not depend on memory that it did not write."""
     for (tensor, mine), (_, spoiled) in zip(once, again, strict=False):
         if mine.is_floating_point() and mine.shape == spoiled.shape:
             unwritten = spoiled.isnan() & ~mine.isnan()

@@ -6,7 +6,7 @@ import dataclasses
 import functools
 import warnings
 from collections.abc import Iterator, Mapping
-from typing import Any, NamedTuple, cast
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -26,14 +26,14 @@ from ..fusion import (
 from ..plan import Plan, Step
 from ..saved import Recompute, Saved
 from ..settings import fusing
-from .cases import Bench, Case, OnPass, Outcome, Specimen, assert_apart, cases, few_rows, subsets, uncounted
+from .cases import Bench, Case, OnPass, Outcome, Specimen, cases, few_rows, subsets, uncounted
 from .judge import (
-    assert_fakes_alike,
+    assert_alike,
     assert_like_inputs,
     assert_only_wanted,
     assert_own_memory,
     assert_reads_records,
-    assert_saves_no_copies,
+    assert_repeats,
     assert_saves_parameters,
     judge,
     judge_case,
@@ -144,14 +144,9 @@ class Probe:
             frozen = [dataclasses.replace(few, frozen=frozenset(names) - wanted) for wanted in subsets(names)]
             chosen += [dataclasses.replace(frozen[0], grad=True), *frozen[1:]]
         with saying(f"{where}: {self.combination}, {few}"):
-            self._fused(few, self.seed, twice=True, fresh=True)
-            once, observer, bench = self._fused(few, self.seed, fresh=True)
-            kept = once.kept()
-            # The first call checks what each pass returns; the second skips these checks.
-            with fusing(on_error="raise"), saying("called again with the same inputs"):
-                assert_bitwise_equal(self.specimen.run(bench, few, self.seed).tree, kept)
-            with fusing(on_error="raise"):
-                assert_apart(self.specimen, bench, few, kept)
+            self.specimen.observed(few, None, (self.fusion,), twice=True)
+            once, bench, observer = self.specimen.observed(few, None, (self.fusion,))
+            assert_repeats(self.specimen, bench, few, once)
         skipped: list[str] = []
         for case in dict.fromkeys(chosen):
             refused = self._refused(case)
@@ -162,10 +157,8 @@ class Probe:
                 judge_case(functools.partial(self.measure, case), case, self.seed)
         with saying(f"{where}: {self.combination}, {few}"):
             self._check_reads(observer, bench)
-            for run in observer.firsts() if whole else ():
-                assert_fakes_alike(run)
-                if run.name == "fwd" and not inference:
-                    assert_saves_no_copies(run)
+            if whole:
+                assert_alike(observer)
         with saying(f"{where}: after its parameters changed, {few}"):
             assert_bitwise_equal(self._changed(few, True), self._changed(few, False))
         for name in ("fwd", "bwd"):
@@ -175,39 +168,17 @@ class Probe:
         count = len(dict.fromkeys(chosen)) - len(skipped)
         return count, [*self.specimen.refused, *skipped] if whole else skipped
 
-    def _fused(
-        self, case: Case, seed: int, *, twice: bool = False, fresh: bool = False
-    ) -> tuple[Outcome, Observer, Bench]:
-        def made() -> tuple[Bench, Observer]:
-            def of_the_fusion(step: Any, run: Any, *args: Any, **kwargs: Any) -> Any:
-                return (functools.partial(observer, step, run) if step.fused else run)(*args, **kwargs)
-
-            observer = Observer(twice)
-            return self.bench(of_the_fusion), observer
-
-        # Only a bench's first run checks what passes return, which may depend on the layout.
-        how = self, case.layout, case.dy_layout
-        bench, observer = made() if fresh else self.specimen.reused(how, seed, made)
-        observer.seen.clear()
-        with fusing(on_error="raise"):
-            return self.specimen.run(bench, case, seed), observer, bench
-
     def _own(self, case: Case, seed: int, *, wide: bool = False) -> tuple[Outcome, list[Saved]]:
         """The unfused outcome, if `wide` without gradients; the operations' saved tensors in the sequence's order."""
-
-        def made() -> tuple[Bench, Observer]:
-            observer = Observer(watches=False)  # `check_op` watches operations
-            return self.specimen.bench(self.dtype, (), observer, wide=wide), observer
-
-        bench, observer = self.specimen.reused((self.dtype, "wide" if wide else "unfused"), seed, made)
-        observer.seen.clear()
         if wide:
             case = dataclasses.replace(case, unused=frozenset(("y", *self.specimen.outputs)))
-        return self.specimen.run(bench, case, seed, wide=wide), [ahead.out[-1] for ahead in observer.passes("fwd")]
+        # `check_op` watches operations.
+        own, _, observer = self.specimen.observed(case, seed, watches=False, wide=wide)
+        return own, [ahead.out[-1] for ahead in observer.passes("fwd")]
 
     def measure(self, case: Case, seed: int) -> tuple[Tree, Tree, Tree]:
         """A case fused, unfused and in float64; raises AssertionError for failures other than numeric ones."""
-        fused, observer, bench = self._fused(case, seed)
+        fused, bench, observer = self.specimen.observed(case, seed, (self.fusion,))
         unfused, own = self._own(case, seed)
         assert_own_memory(fused, unfused)
         if not torch.equal(fused.random, unfused.random):
@@ -223,8 +194,8 @@ class Probe:
             places = [place for place, _ in cast(FusedOperation, ahead.owner).named_operations()]
             both = own, self._own(case, seed, wide=True)[1]
             records, exact = (dict(zip(places, made[self.start :], strict=False)) for made in both)
-            for field in saved_fields(cast(FusedOperation, ahead.owner), saved, records, exact, parameters):
-                name, *tensors = field
+            owner = cast(FusedOperation, ahead.owner)
+            for name, *tensors in saved_fields(owner, saved, records, exact, parameters):
                 f[name], u[name], r[name] = map(_spoiled, tensors) if infinite else tensors
         trees: list[dict[str, Any]] = [fused.tree, unfused.tree, self.specimen.references(case, seed, wide=True).tree]
         if infinite and self.fusion.reorders:
@@ -341,34 +312,16 @@ def _spoiled_where(spoiled: Tensor, t: Tensor | None) -> Tensor | None:
     return torch.where(spoiled & (t == 0), torch.nan, t)
 
 
-class SavedField(NamedTuple):
-    """A tensor of one saved field: from the fusion, from the operation, and from the operation in float64."""
-
-    name: str
-    fused: Tensor
-    unfused: Tensor
-    reference: Tensor
-
-
 def saved_fields(
     fusion: FusedOperation,
     saved: Mapping[str, Any],
     own: Mapping[str, Saved],
     exact: Mapping[str, Saved],
     parameters: Mapping[int, Tensor],
-) -> Iterator[SavedField]:
-    """Yields the saved tensors to compare numerically, and compares everything else.
+) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    """Yields the saved tensors to compare numerically by name, fused, unfused and in float64; compares the rest.
 
-    Args:
-        fusion: the fusion that saved them.
-        saved: by slot, as its `fwd` or `unfused` returned them.
-        own: by place, as the operations saved them.
-        exact: by place, as the operations saved them in float64.
-        parameters: by `id` of a parameter that an operation saved, the parameter that the fusion must save.
-
-    Raises:
-        AssertionError: naming slot and field, for a record that is missing, surplus or of another class, plain data
-            that differs, a parameter that is not the parameter itself, or a `Recompute` that cannot be trusted.
+    `parameters` are, by `id` of a parameter that an operation saved, those that the fusion must save.
     """
     found, operations = dict(records_of(fusion, saved)), dict(fusion.named_operations())
     for place, mine in own.items():
@@ -388,7 +341,7 @@ def saved_fields(
         raise AssertionError(unknown_slots(fusion, found))
 
 
-def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[SavedField]:
+def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
     if isinstance(u, tuple) and isinstance(f, tuple):
         mine, its = cast(tuple[Any, ...], f), cast(tuple[Any, ...], u)
         if len(mine) == len(its):
@@ -396,16 +349,13 @@ def _tensors(name: str, f: Any, u: Any, r: Any) -> Iterator[SavedField]:
                 yield from _tensors(f"{name}[{i}]", mine[i], its[i], r[i])
             return
     if isinstance(u, Tensor) and isinstance(f, Tensor):
-        yield SavedField(name, f.detach(), u.detach(), (r.double() if u.is_floating_point() else r).detach())
+        yield name, f.detach(), u.detach(), (r.double() if u.is_floating_point() else r).detach()
     elif type(cast(object, f)) is not type(cast(object, u)) or f != u:
         raise AssertionError(f"{name} should be {u!r}, not {f!r}")
 
 
 def stored(record: Saved, field: str) -> Any:
-    """The value of a saved field; a `Recompute` is evaluated but stays in the record.
-
-    Raises AssertionError if evaluating it twice returns different bits, or its function is not module-level.
-    """
+    """The value of a saved field; a `Recompute` is evaluated but stays in the record."""
     late: Mapping[str, Recompute] = vars(record).get("_late", {})
     if field not in late or field in vars(record):
         return vars(record)[field]
