@@ -83,16 +83,12 @@ def _machine(kind: str, arch: str, kernels: str | None, threads: int | None) -> 
             return None
         # An Env has no device index, so different cards of one architecture share a table.
         name = " + ".join(sorted({str(p.name) for p in here}))
-        stated = _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
-        driver = f"{stated} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
+        driver = f"{driver_version()} cuda {torch.version.cuda} hip {torch.version.hip}".strip()
     elif kind != "cpu":
         return None
     own: Any = sys.modules[__package__ or "seqfuse"]
-    try:
-        triton = importlib.metadata.version("triton")
-    except importlib.metadata.PackageNotFoundError:
-        triton = None
-    return Machine(name, arch, driver, threads, kernels, torch.__version__, triton, f"{own.__version__} {_sources()}")
+    triton, sources = version_of("triton"), f"{own.__version__} {_sources()}"
+    return Machine(name, arch, driver, threads, kernels, torch.__version__, triton, sources)
 
 
 def _stated(path: str, pattern: str) -> str:
@@ -101,6 +97,19 @@ def _stated(path: str, pattern: str) -> str:
     except OSError:
         found = None
     return found[1] if found else ""
+
+
+def driver_version() -> str:
+    """The version of NVIDIA's driver; empty without one."""
+    return _stated("/proc/driver/nvidia/version", r"(\d+(?:\.\d+)+)")
+
+
+def version_of(package: str) -> str | None:
+    """The installed version of a package."""
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
 
 
 @functools.cache

@@ -5,7 +5,7 @@ from __future__ import annotations
 from cyclopts import App
 
 from .. import __version__
-from . import check, compare, convert, doctor, plan, running
+from . import check, compare, doctor, plan, running
 
 app = App(
     name="seqfuse",
@@ -21,7 +21,7 @@ cache = App(name="cache", help="Compile C kernels ahead; `seqfuse doctor` shows 
 app.command(cache)
 app.command(doctor.doctor)
 app.command(plan.plan)
-app.command(convert.convert_model, name="convert")
+app.command(plan.convert_model, name="convert")
 app.command(running.tune_model, name="tune")
 app.command(check.check)
 app.command(compare.compare_model, name="compare")

@@ -170,11 +170,7 @@ def compare_runs(
     autocast: str | None = None,
     seed: int = 0,
 ) -> Comparison:
-    """Compare a fused and an unfused run of a model within tolerance of one in float64, at the results of all steps.
-
-    Raises:
-        Unable: if the model cannot be run.
-    """
+    """Compare a fused and an unfused run of a model within tolerance of one in float64, at the results of all steps."""
     where = f"{str(_dtype(model, x)).removeprefix('torch.')} {device}" + (f" autocast {autocast}" if autocast else "")
     if any(t.is_floating_point() and not t.isfinite().all() for t in (*model.parameters(), *model.buffers())):
         raise Unable("the model has parameters that are not finite")

@@ -3,22 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import itertools
 import os
 import platform
-import re
 import sys
 import textwrap
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Annotated, Any, cast
 
 import torch
 from cyclopts import Parameter
 
 from .. import Env, FusedOperation, InferenceFusion, InputError, Sequential, compiler, fusions, plugins, store
+from ..cost_table import driver_version, version_of
 from ..env import why_no_c
 from ..settings import settings
 from ..testing.cases import Case, Specimen
@@ -66,9 +64,9 @@ def examine() -> Examination:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         known = dataclasses.asdict(settings.__wrapped__())
-    versions = {"python": platform.python_version(), **{name: _version(name) for name in _PACKAGES}}
+    versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
     report = Examination(
-        versions={**versions, "CUDA of torch": torch.version.cuda, "driver": _driver()},
+        versions={**versions, "CUDA of torch": torch.version.cuda, "driver": driver_version() or None},
         devices=[*_devices()],
         settings=known,
         warnings=[str(one.message) for one in caught],
@@ -86,22 +84,6 @@ def examine() -> Examination:
         report.kernels[device] = _kernels(Env.of(device))
         report.can_run[device], report.cannot_run[device] = _fusions(device)
     return report
-
-
-def _version(name: str) -> str | None:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return None
-
-
-def _driver() -> str | None:
-    try:
-        text = Path("/proc/driver/nvidia/version").read_text()
-    except OSError:
-        return None
-    found = re.search(r"\d+(\.\d+)+", text)
-    return found[0] if found else None
 
 
 def _devices() -> Iterator[dict[str, Any]]:
@@ -193,7 +175,7 @@ def show_report(report: Examination, verbose: bool) -> None:
         tell(f"  {cache['of']:<17} {cache['path']}: {cache['state']}")
     tell("settings", "bold")
     for name, value in report.settings.items():
-        tell(f"  SEQFUSE_{name.upper():<14} {_setting(value)}")
+        tell(f"  SEQFUSE_{name.upper():<14} {int(value) if isinstance(value, bool) else value}")
     tell("plug-ins", "bold")
     for plugin in report.plugins:
         tell(f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}, {plugin['value']})")
@@ -219,7 +201,3 @@ def _names(names: Sequence[str]) -> str:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 100, initial_indent="  ", subsequent_indent="    ", break_on_hyphens=False)
-
-
-def _setting(value: Any) -> str:
-    return str(int(value)) if isinstance(value, bool) else str(value)

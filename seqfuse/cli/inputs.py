@@ -106,11 +106,7 @@ class Spec:
         return f"{'x'.join(map(str, self.shape))}:{_DTYPES[self.dtype][0]}"
 
     def draw(self, device: torch.device | str, seed: int, below: int = 2) -> Tensor:
-        """Random values from a seed: normal, or for integers from 0 to `below` - 1.
-
-        Raises:
-            Unable: if there is not enough memory.
-        """
+        """Random values from a seed: normal, or for integers from 0 to `below` - 1."""
         generator = torch.Generator().manual_seed(seed)
         try:
             if self.dtype.is_floating_point:
@@ -121,11 +117,7 @@ class Spec:
 
 
 def parse_spec(text: str, default: str | None = None) -> Spec:
-    """A tensor written as `8x1024:bf16`; without a dtype, in the default if there is one, else float32.
-
-    Raises:
-        Unable: for text of another form.
-    """
+    """A tensor written as `8x1024:bf16`; without a dtype, in the default if there is one, else float32."""
     found = _SPEC.fullmatch(text)
     if found is None:
         raise Unable(f"{text!r} is not an input: write a shape and a dtype (default float32), such as 8x1024:bf16")
@@ -144,11 +136,7 @@ def parse_channel(text: str, default: str | None = None) -> tuple[str, Spec]:
 
 
 def parse_seed(number: int) -> int:
-    """A seed that generators accept, also after small additions.
-
-    Raises:
-        Unable: if it is out of range.
-    """
+    """A seed that generators accept, also after small additions."""
     if not -MOST <= number < MOST:
         raise Unable("a seed is a whole number from -2^63 to 2^63 - 1")
     return number
@@ -177,11 +165,7 @@ def is_elsewhere(device: str) -> bool:
 
 
 def device_here(name: str | None) -> torch.device:
-    """A device of this machine: the named one, by default the first GPU, or the CPU.
-
-    Raises:
-        Unable: if this machine does not have it.
-    """
+    """A device of this machine: the named one, by default the first GPU, or the CPU."""
     if name is None:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     Env.of(name)  # raises for an unknown device

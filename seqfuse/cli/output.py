@@ -30,11 +30,7 @@ ENDINGS = (".svg", ".json", ".txt")
 
 
 def ending_of(as_json: bool, output: Path | None) -> str:
-    """The format of a plan: JSON if requested, else by the file's suffix, else text.
-
-    Raises:
-        Unable: for an unknown suffix.
-    """
+    """The format of a plan: JSON if requested, else by the file's suffix, else text."""
     ending = ".json" if as_json else ".txt" if output is None else output.suffix or ".txt"
     if ending not in ENDINGS:
         raise Unable(f"{output} has no known ending: write one of {', '.join(ENDINGS)}, or ask for --json")
@@ -64,11 +60,7 @@ def _painted(cell: str, color: int) -> str:
 
 
 def write_text(text: str, file: Path | None) -> None:
-    """Write to a file, or to standard output if `file` is None.
-
-    Raises:
-        Unable: if the file cannot be written.
-    """
+    """Write to a file, or to standard output if `file` is None."""
     if file is None:
         print(text, end="" if text.endswith("\n") else "\n")
         return

@@ -45,11 +45,7 @@ class Target:
         return [Target(f"{one.__module__}:{one.__qualname__}", one.__qualname__, one) for one in classes]
 
     def build(self) -> nn.Module:
-        """The module that the object is, or that it returns when called without arguments.
-
-        Raises:
-            Unable: if neither is a module.
-        """
+        """The module that the object is, or that it returns when called without arguments."""
         made = self.value
         if not isinstance(made, nn.Module):
             if not callable(made):
@@ -66,11 +62,7 @@ class Target:
 
 
 def load_target(name: str) -> Target:
-    """Import the object named `package.module:NAME` or `path/to/file.py:NAME`; NAME may contain dots.
-
-    Raises:
-        Unable: if there is no such object, or importing it raises.
-    """
+    """Import the object named `package.module:NAME` or `path/to/file.py:NAME`; NAME may contain dots."""
     where, colon, attribute = name.rpartition(":")
     if not colon or not where or not attribute:
         raise Unable(f"{name!r} is not MODULE:NAME, such as package.module:build or path/to/file.py:build")
@@ -113,11 +105,7 @@ def said(error: BaseException) -> str:
 
 @contextlib.contextmanager
 def calling(what: str = "the model") -> Generator[None]:
-    """A block that runs a model; an error of the model's own becomes one sentence that begins with `what`.
-
-    Raises:
-        Unable: with that sentence.
-    """
+    """A block that runs a model; an error of the model's own becomes one sentence that begins with `what`."""
     try:
         yield
     except (SeqfuseError, Unable):
@@ -131,21 +119,13 @@ M = TypeVar("M", bound=nn.Module)
 
 
 def moved(model: M, device: torch.device) -> M:
-    """The model on a device.
-
-    Raises:
-        Unable: if it cannot be moved there, as from `meta`.
-    """
+    """The model on a device."""
     with calling(f"moving the model to {device}"):
         return model.to(device)
 
 
 def named_part(model: nn.Module, name: str, part: str | None) -> nn.Module:
-    """The module at path `part` of a model; the model itself if `part` is None.
-
-    Raises:
-        Unable: if there is no such module.
-    """
+    """The module at path `part` of a model; the model itself if `part` is None."""
     try:
         return model if part is None else cast(Any, model).get_submodule(part)
     except AttributeError as error:
@@ -159,11 +139,7 @@ def holds_sequence(model: nn.Module) -> bool:
 
 
 def container(model: nn.Module, name: str, part: str | None) -> Sequential:
-    """The `Sequential` of a model: the model itself, its only one, or the one at `part`.
-
-    Raises:
-        Unable: if there is none, or several.
-    """
+    """The `Sequential` of a model: the model itself, its only one, or the one at `part`."""
     model = named_part(model, name, part)
     if isinstance(model, Sequential):
         return model

@@ -189,7 +189,7 @@ class _Search:
                     if self._shown:
                         again = f" (again, as it was noisy: {attempt} of {TRIES})" if attempt > 1 else ""
                         print(f"tuning {number}/{len(todo)} {job.candidate.name}{again}", file=sys.stderr, flush=True)
-                    self._ranks.beat()
+                    self._ranks.send(None)
                 todo = [job for job in todo if job.unkept is not None]
         finally:
             for machine, several in found.items():

@@ -11,12 +11,7 @@ from ..errors import StateError
 
 
 class Ranks:
-    """The ranks of a group, the first of which measures; without a group, only this process.
-
-    Args:
-        group: a process group; `None` for the default group, if there is one.
-        device: device of the tensors that are sent, if the backend needs one.
-    """
+    """The ranks of a group, the first of which measures; `None` is the default group, if there is one."""
 
     def __init__(self, group: Any, device: torch.device) -> None:
         self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
@@ -26,21 +21,16 @@ class Ranks:
             self._from = dist.get_global_rank(group, 0) if group is not None else 0
             self._device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
 
-    def beat(self) -> None:
-        """Tell the other ranks that this one still measures, so that they do not time out."""
-        self.send(None)
-
     def send(self, found: Any) -> None:
-        """Send measurements, or the error that ended the search, from the first rank to the others."""
+        """Send measurements, or the error that ended the search, from the first rank to the others.
+
+        `None` says that it still measures, so that they do not time out.
+        """
         if self.several and self.first:
             self._broadcast(found)
 
     def receive(self) -> Any:
-        """Receive from the first rank.
-
-        Raises:
-            StateError: (SF504) if the first rank failed.
-        """
+        """Receive from the first rank; raises if it failed."""
         while (found := self._broadcast(None)) is None:
             pass
         if isinstance(found, str):

@@ -52,7 +52,8 @@ class TuneReport:
         lines[0] += f"; the budget ran out before {late}" if late else ""
         busy = sum(r.note.startswith(NOT_KEPT) for r in self.rows)
         if self.rows:
-            name, at = (max(map(len, (h, *column))) for h, column in self._columns())
+            name = max(len("candidate"), *(len(r.fusion) for r in self.rows))
+            at = max(len(r.at) for r in self.rows)
             head = f"{'candidate':<{name}}  {'at':<{at}}  mode   {'fused us':>10}  {'unfused us':>10}"
             lines.append(f"{head}  {'noise us':>8}  chosen")
             for r in self.rows:
@@ -67,6 +68,3 @@ class TuneReport:
             lines += [f"this machine is busy: {were} too noisy to keep, and plans use the estimated cost instead"]
             lines += ["Hint: tune again when nothing else runs here"]
         return "\n".join([*lines, f"kept in {self.file}" if self.file else "kept in memory"])
-
-    def _columns(self) -> tuple[tuple[str, list[str]], tuple[str, list[str]]]:
-        return ("candidate", [r.fusion for r in self.rows]), ("at", [r.at for r in self.rows])

@@ -11,6 +11,7 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import stateless
 
 from ..autograd import transformed
 from ..casts import cast_once
@@ -50,15 +51,11 @@ class Site:
     op_list: OpList
     entering: list[tuple[Tensor, dict[str, Tensor]]]
 
-    def tracing(self) -> contextlib.AbstractContextManager[None]:
-        """A block in which the site's fake tensors can be used, in its mode."""
-        return self.shadow.tracing()
-
     def plan(self) -> Plan:
         """The plan for this call, from the current measurements."""
         x, channels = self.entering[0]
         given: dict[str, Any] = {name: channels[name] for name in self.op_list.inputs}
-        with self.tracing():
+        with self.shadow.tracing():
             return self.fuser.plan(x, **given)
 
     def run(self, x: Tensor, **channels: Tensor) -> Any:
@@ -92,15 +89,7 @@ def _nothing(*args: Any, **kwargs: Any) -> None:
 
 
 class Shadow:
-    """A copy of a model in one mode, on fake tensors.
-
-    Args:
-        model: the model; its parameters, buffers and hooks are replaced in the copy.
-        mode: `"train"`, or `"eval"` for no gradients.
-
-    Raises:
-        InputError: (SF106) if the model cannot be copied.
-    """
+    """A copy of a model in one mode, on fake tensors; its hooks do nothing. `"eval"` is without gradients."""
 
     def __init__(self, model: nn.Module, mode: str) -> None:
         self.mode = mode
@@ -162,27 +151,20 @@ class Shadow:
     @contextlib.contextmanager
     def real(self, owners: Iterable[nn.Module]) -> Generator[None]:
         """Within the block, parameters and buffers of these modules are copies of the model's tensors."""
-        changed: list[tuple[dict[str, Any], str, Tensor]] = []
         made: dict[int, Tensor] = {}
-        try:
+        with contextlib.ExitStack() as swapped:
             for owner in dict.fromkeys(owners):
-                held: dict[str, Any]
-                for held in (owner._parameters, owner._buffers):  # pyright: ignore[reportPrivateUsage]
-                    for name, fake in held.items():
-                        original = None if fake is None else self.original(fake)
-                        if fake is None or original is None:
-                            continue
-                        if id(fake) not in made:
-                            scratch = original.detach().clone()
-                            if isinstance(original, nn.Parameter):
-                                scratch = nn.Parameter(scratch, original.requires_grad)
-                            made[id(fake)] = scratch
-                        changed.append((held, name, fake))
-                        held[name] = made[id(fake)]
+                held = {**owner._parameters, **owner._buffers}  # pyright: ignore[reportPrivateUsage]
+                fakes = {name: t for name, t in held.items() if t is not None and self.original(t) is not None}
+                for fake in fakes.values():
+                    if id(fake) not in made:
+                        own = self._originals[id(fake)][1]
+                        copied = own.detach().clone()
+                        is_parameter = isinstance(own, nn.Parameter)
+                        made[id(fake)] = nn.Parameter(copied, own.requires_grad) if is_parameter else copied
+                named = {name: made[id(fake)] for name, fake in fakes.items()}
+                swapped.enter_context(cast(Any, stateless)._reparametrize_module(owner, named))
             yield
-        finally:
-            for held, name, fake in changed:
-                held[name] = fake
 
 
 @dataclasses.dataclass(eq=False)
@@ -218,7 +200,7 @@ def called_regions(site: Site) -> Generator[CalledRegion | str]:
         if not plain or has_own_graph(site.fuser.root):
             yield f"{where}: its parameters are not plain tensors, so it runs unfused"
             continue
-        with site.tracing():
+        with site.shadow.tracing():
             yield _stretch(site, part, x, channels, present)
 
 

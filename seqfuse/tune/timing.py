@@ -12,8 +12,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..casts import autocasting
 from ..cost_table import Measurement
-from ..errors import KernelError, device_is_lost
+from ..env import autocast_of
+from ..errors import KernelError, device_is_lost, one_line
 
 LIMIT = 30.0
 """Seconds to time one candidate, at most."""
@@ -85,14 +87,12 @@ def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float
 
     Each runs once before, so that no compilation is timed. Samples are taken for `seconds`, by default `SECONDS`. If
     the fused pass fails, that is the measurement. Everything runs in a separate thread, which is abandoned if compiling
-    takes longer than `COMPILING`, or timing longer than `LIMIT`.
-
-    Raises:
-        Unmeasurable: if the unfused pass itself fails.
-        KernelError: (SF401) if the device is lost.
+    takes longer than `COMPILING`, or timing longer than `LIMIT`. Raises only if the unfused pass fails or the device is
+    lost.
     """
     done: list[Measurement | BaseException] = []
-    compiled, threads, autocast = threading.Event(), torch.get_num_threads(), _autocast_here(device.type)
+    compiled, threads = threading.Event(), torch.get_num_threads()
+    autocast = autocasting(device.type, autocast_of(device.type))  # the caller's, to enter in the other thread
     there = torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
 
     def work() -> None:
@@ -123,13 +123,6 @@ def time_passes(make: Callable[[], Passes], device: torch.device, seconds: float
         message = f"the device reported {result}; its state is lost and nothing can run after it"
         raise KernelError(message, code="SF401", hint="rerun under compute-sanitizer") from result
     return Measurement(failed=_said(result)[:200])
-
-
-def _autocast_here(kind: str) -> contextlib.AbstractContextManager[Any]:
-    """The caller's autocast context, to enter in another thread."""
-    if not torch.amp.is_autocast_available(kind) or not torch.is_autocast_enabled(kind):
-        return contextlib.nullcontext()
-    return torch.autocast(kind)  # the current dtype
 
 
 def _time_passes(
@@ -166,9 +159,7 @@ def _time_passes(
 def doubt(found: Measurement, estimated: float) -> str | None:
     """Why a measurement does not decide whether the fusion is faster, as on a busy machine; `None` if it does.
 
-    Args:
-        found: the measurement.
-        estimated: estimated nanoseconds of the unfused pass.
+    The unfused pass is estimated to take `estimated` nanoseconds.
     """
     slower = max(found.fused, found.unfused)
     far = slower > FAR * estimated
@@ -185,9 +176,7 @@ def is_passing(measurement: Measurement) -> bool:
 
 
 def _said(error: BaseException) -> str:
-    if isinstance(error, KernelError) and error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {error}"
+    return one_line(error.__cause__ or error if isinstance(error, KernelError) else error)
 
 
 def scratch_like(like: Tensor, generator: torch.Generator) -> Tensor:

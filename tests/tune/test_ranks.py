@@ -125,5 +125,5 @@ def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.
         **functions, broadcast_object_list=lambda box, source, group, device: sent.append((source, group))
     )
     monkeypatch.setattr(ranks, "dist", here)
-    ranks.Ranks("the second node", torch.device("cpu")).beat()
+    ranks.Ranks("the second node", torch.device("cpu")).send(None)
     assert sent == [(4, "the second node")]
