@@ -99,12 +99,7 @@ def generate(
 ) -> Tensor:
     """Generate tokens with `stream`; returns prompts and new tokens, int64 `[B, S + n]`, padded on the right.
 
-    Args:
-        model: as in `stream`.
-        tokens: as in `stream`.
-        max_new_tokens: as in `stream`.
-        lengths: as in `stream`.
-        how: other arguments of `stream`.
+    Arguments and errors are those of `stream`.
     """
     last = None if lengths is None else lengths.to(tokens.device).long()
     everything = tokens

@@ -47,7 +47,7 @@ class KVCache:
         if batch < 1 or max_length < 1:
             raise ValueError(f"batch and max_length must be at least 1, got {batch} and {max_length}")
         self.batch, self.max_length, self.int8 = batch, max_length, int8
-        with _lasting():
+        with torch.inference_mode(False):  # what is made here is written in place later
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self._layers: list[CachedAttention] = []
         self._most = 0  # upper bound of the lengths, on the host
@@ -153,7 +153,7 @@ class KVCache:
             mask = self._seen(positions, total, attention.window)
             how = Scores(attention.scale_of(x), False, None, attention.softcap, mask=mask)
             qkv = layer.read(q, total)
-        return _attended(qkv, how).flatten(2)
+        return attend(qkv, how, how.kernel(qkv[0], qkv[1]))[0].flatten(2)
 
     def decode(self, attention: Attention, x: Tensor, write: Callable[..., Tensor]) -> Tensor | None:
         """Attention of one new token per sequence with kernels; `None`, without changes, if they do not support it.
@@ -279,11 +279,6 @@ class KVCache:
         )
 
 
-def _attended(qkv: QKV, how: Scores) -> Tensor:
-    kernel = how.kernel(qkv[0], qkv[1])
-    return attend(qkv, how, kernel)[0]
-
-
 def _check_counts(counts: Tensor, batch: int, rows: int) -> None:
     if counts.shape != (batch,) or counts.is_floating_point() or counts.is_complex():
         got = f"{counts.dtype} {tuple(counts.shape)}"
@@ -307,11 +302,6 @@ def _write_row(attention: Attention, row: Tensor, **caches: Any) -> Tensor:
     return rope_write(row, attention.heads, attention.kv_heads, None, **caches)
 
 
-def _lasting() -> contextlib.AbstractContextManager[None]:
-    """A block in which new tensors can be written in place later, also under inference mode."""
-    return torch.inference_mode(False)
-
-
 @dataclasses.dataclass(slots=True)
 class CachedAttention:
     """Keys and values of one attention, [B, Hkv, max, D]; int8 ones with a scale per vector, [B, Hkv, max, 1]."""
@@ -325,7 +315,7 @@ class CachedAttention:
     def empty(cls, k: Tensor, length: int, *, int8: bool) -> CachedAttention:
         """An empty cache for `length` keys like k [B, Hkv, S, D]."""
         shape = (*k.shape[:2], length, k.shape[3])
-        with _lasting():
+        with torch.inference_mode(False):
             if not int8:
                 return cls(k.new_zeros(shape), k.new_zeros(shape))
             whole, scales = k.new_zeros(shape, dtype=torch.int8), k.new_zeros((*shape[:3], 1), dtype=torch.float32)
@@ -337,7 +327,7 @@ class CachedAttention:
 
     def expand(self, batch: int) -> CachedAttention:
         """A cache of `batch` copies of its single sequence."""
-        with _lasting():
+        with torch.inference_mode(False):
             return CachedAttention(*[t.expand(batch, -1, -1, -1).clone() for t in self.tensors()])
 
     def check(self, k: Tensor) -> None:

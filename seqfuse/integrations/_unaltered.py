@@ -22,17 +22,9 @@ def check_unaltered(
 ) -> None:
     """Raise if a module does not compute what its configuration defines.
 
-    It is compared, module by module, with a new one of the same configuration: class, `forward`, hooks, mode,
-    attributes, names and shapes of parameters, which must be plain and of one dtype and device, and buffers.
-
-    Args:
-        given: the module.
-        fresh: the new module; its parameters may be on meta.
-        buffers: expected values of each buffer.
-        aside: attributes that do not affect results.
-
-    Raises:
-        ValueError: with the differences.
+    It is compared, module by module, with a new one of the same configuration, which may be on meta: class, `forward`,
+    hooks, mode, attributes except those `aside`, names and shapes of parameters, which must be plain and of one dtype
+    and device, and the values of buffers.
     """
     first, held, outside = next(given.parameters(), None), buffers or {}, {*_INSIDE, *aside}
 
@@ -97,13 +89,10 @@ def _buffer(given: Any, fresh: Any, wanted: Tensor | None) -> str:
         return f"is a buffer that was {'added' if fresh is None else 'removed'}"
     if wanted is None:
         return "is a buffer of which nothing is known here"
-    if given.shape != wanted.shape or not (given.is_meta or _close(given, wanted)):
+    same = given.shape == wanted.shape
+    if not same or not (given.is_meta or torch.allclose(given.double().cpu(), wanted.double(), 1e-6, 0.0)):
         return f"does not hold what the settings say ({given.dtype}: a cast of the model rounds it)"
     return ""
-
-
-def _close(given: Tensor, wanted: Tensor) -> bool:
-    return torch.allclose(given.double().cpu(), wanted.double(), 1e-6, 0.0)
 
 
 def _both(given: nn.Module, fresh: nn.Module, tree: str) -> Iterator[tuple[str, Any, Any]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import typing
 import warnings
@@ -13,6 +12,7 @@ import torch
 from torch import Tensor
 
 from ..autograd import Batched, Once, executes
+from ..casts import autocasting
 from ..compiler import CompileError, give_up
 from ..env import Env, autocast_of
 from ..errors import FallbackWarning, InputError, KernelError, RangeError
@@ -169,7 +169,7 @@ def walk(
     )
     cross_entropy: Any = _in_kernel if _has_kernel(how, x.device, product, T * V) else _in_torch
     step = how.chunk or max(1, _CHUNK_BYTES // (V * wide.itemsize))
-    with _plainly(x.device):
+    with autocasting(x.device.type, None):  # all casts are explicit
         cast, shift = weight.to(product), None if bias is None else bias.to(product)
         most = None if made.unit is None else cast.abs().amax().to(wide)
         for first in range(0, T, step):
@@ -330,13 +330,6 @@ def own_targets(how: How, targets: Tensor, counted: Tensor, classes: int) -> tup
     own = targets - how.group.rank * classes if how.group.size > 1 else targets
     mine = counted & (own >= 0) & (own < classes) if how.group.size > 1 else counted
     return mine, own.where(mine, 0).unsqueeze(1)
-
-
-def _plainly(device: torch.device) -> contextlib.AbstractContextManager[Any]:
-    """A block without autocast: all casts are explicit."""
-    if autocast_of(device.type) is None:
-        return contextlib.nullcontext()
-    return torch.autocast(device.type, enabled=False)
 
 
 class LinearCrossEntropyNode(torch.autograd.Function):

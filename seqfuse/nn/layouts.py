@@ -41,19 +41,14 @@ def pack_qkv(weight: Tensor | Sequence[Tensor], layout: QKVLayout, heads: int, k
             raise ValueError(f"expects keys and values of {rows} rows, got {shapes}")
         return torch.cat(parts)
     one = cast(Tensor, weight)
-    wanted = {"packed": (1, 2), "3hde": (3, 4), "e3hd": (1, 2), "eh3d": (3, 4)}[layout]
-    bias = one.ndim == wanted[0]
-    if one.ndim not in wanted:
-        raise ValueError(f"layout {layout!r} has {wanted[1]} dimensions, {wanted[0]} for a bias, got {one.ndim}")
-    first = one if bias or layout in ("packed", "3hde") else one.movedim(0, -1)  # with E last
-    if layout == "3hde":
-        _expect(first.shape[:2] == (3, heads), one, layout)
-        return first.flatten(0, 2)
-    if layout == "eh3d":
-        _expect(first.shape[:2] == (heads, 3), one, layout)
-        return first.transpose(0, 1).flatten(0, 2)
-    _expect(first.shape[0] % (heads + 2 * shared) == 0, one, layout)
-    return one if first is one else first.contiguous()
+    dims = 3 if layout in ("3hde", "eh3d") else 1  # of a bias
+    if one.ndim not in (dims, dims + 1):
+        raise ValueError(f"layout {layout!r} has {dims + 1} dimensions, {dims} for a bias, got {one.ndim}")
+    first = one.movedim(0, -1) if layout.startswith("e") and one.ndim > dims else one  # with E last
+    first = first.transpose(0, 1) if layout == "eh3d" else first
+    if first.shape[:2] != (3, heads) if dims == 3 else first.shape[0] % (heads + 2 * shared):
+        raise ValueError(f"layout {layout!r} does not fit shape {tuple(one.shape)}; layouts are {_HINT}")
+    return first.flatten(0, 2) if dims == 3 else first.contiguous() if layout == "e3hd" else first
 
 
 def unpack_qkv(
@@ -73,11 +68,12 @@ def unpack_qkv(
         q, k, v = weight.split([heads * size, shared * size, shared * size])  # pyright: ignore[reportUnknownMemberType, reportUnknownVariableType]
         return q, k, v  # pyright: ignore[reportUnknownVariableType]
     if layout in ("3hde", "eh3d"):
-        whole = weight.reshape(3, heads, size, *weight.shape[1:])
-        if layout == "3hde":
-            return whole
-        return whole.transpose(0, 1).contiguous() if weight.ndim == 1 else whole.permute(3, 1, 0, 2).contiguous()
-    return weight.t().contiguous() if layout == "e3hd" and weight.ndim == 2 else weight
+        weight = weight.reshape(3, heads, size, *weight.shape[1:])
+    if layout == "eh3d":
+        weight = weight.transpose(0, 1)
+    with_e = layout.startswith("e") and weight.ndim > (3 if layout == "eh3d" else 1)
+    weight = weight.movedim(-1, 0) if with_e else weight
+    return weight.contiguous() if layout.startswith("e") else weight
 
 
 def _shared(layout: str, heads: int, kv_heads: int | None) -> int:
@@ -87,8 +83,3 @@ def _shared(layout: str, heads: int, kv_heads: int | None) -> int:
     if layout in ("3hde", "eh3d") and shared != heads:
         raise ValueError(f"layout {layout!r} has as many key heads as query heads, got {shared} and {heads}")
     return shared
-
-
-def _expect(holds: bool, weight: Tensor, layout: str) -> None:
-    if not holds:
-        raise ValueError(f"layout {layout!r} does not fit shape {tuple(weight.shape)}; layouts are {_HINT}")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import nn
@@ -15,6 +15,39 @@ from ..group import Group
 from ..operation import UnfusedOperation
 from ..pointwise import Gated
 from ..run import Sequential
+
+
+class _Parts(NamedTuple):
+    """How the parts of a layer are created, and the process group over which they are sharded."""
+
+    device: Any
+    dtype: torch.dtype | None
+    group: Any
+    sequence_dim: int | None
+
+    def _linear(self, features: int, dim: int, bias: bool, style: str, **parts: Any) -> ops.Linear:
+        divided: dict[str, Any] = {"parallel": style, "group": self.group, "sequence_dim": self.sequence_dim, **parts}
+        divided = {} if self.group is None else divided
+        return ops.Linear(features, dim, bias, device=self.device, dtype=self.dtype, **divided)
+
+    def first(self, features: int, sizes: tuple[int, ...], bias: bool, merged: bool) -> UnfusedOperation:
+        """The GEMM that computes several outputs side by side, with separate weights or one packed weight."""
+        if merged and self.group is not None:
+            raise InputError("a MergedLinear is not divided among processes", code="SF106", operation="MergedLinear")
+        if merged and len(sizes) > 1:
+            return ops.MergedLinear(features, sizes, bias, device=self.device, dtype=self.dtype)
+        return self._linear(features, sum(sizes), bias, "column", parts=sizes)
+
+    def last(self, features: int, dim: int, bias: bool) -> ops.Linear:
+        """The GEMM that ends a tensor-parallel region."""
+        return self._linear(features, dim, bias, "row")
+
+    def norm(self, norm: Callable[..., UnfusedOperation], dim: int) -> UnfusedOperation:
+        """A norm between tensor-parallel regions: with a sequence shard, gradients are summed over the group."""
+        made = norm(dim, device=self.device, dtype=self.dtype)
+        if self.group is not None and self.sequence_dim is not None:
+            made.sum_over = Group(self.group)
+        return made
 
 
 class MultiHeadAttention(Sequential):
@@ -73,22 +106,22 @@ class MultiHeadAttention(Sequential):
                 raise ValueError(f"heads must divide embed_dim, got {heads} and {embed_dim}; or give head_dim")
             head_dim = embed_dim // heads
         shared = heads if kv_heads is None else kv_heads
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        several = Group(group)
-        own, own_shared = own_heads(heads, shared, several)
+        made = _Parts(device, dtype, group, sequence_dim)
+        own, own_shared = own_heads(heads, shared, Group(group))
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         sizes = tuple(n * head_dim for n in (heads, shared, shared))
-        parts["qkv"] = _side_by_side(embed_dim, sizes, bias, merged, group, sequence_dim, made)
+        parts["qkv"] = made.first(embed_dim, sizes, bias, merged)
         if qk_norm:
-            parts["qk_norm"] = norm = (ops.QKNorm if qk_norm is True else qk_norm)(head_dim, own, own_shared, **made)
+            make: Any = ops.QKNorm if qk_norm is True else qk_norm
+            parts["qk_norm"] = norm = make(head_dim, own, own_shared, device=device, dtype=dtype)
             if norm.full_width and own != heads:
                 raise InputError("a QKNorm of all heads cannot be divided", code="SF106", operation="QKNorm")
-            norm.sum_over = several if group is not None else None
+            norm.sum_over = Group(group) if group is not None else None
         if rotary is not None:
             parts["rotary"] = rotary(own, own_shared)
         parts["attention"] = ops.Attention(own, own_shared, **attention)
         out_bias = bias if out_bias is None else out_bias
-        parts["out"] = _last(heads * head_dim, embed_dim, out_bias, group, sequence_dim, made)
+        parts["out"] = made.last(heads * head_dim, embed_dim, out_bias)
         super().__init__(parts)
 
 
@@ -131,8 +164,7 @@ class FeedForward(Sequential):
         dtype: torch.dtype | None = None,
     ) -> None:
         hidden = 4 * dim if hidden_dim is None else hidden_dim
-        act = activation()
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
+        act, made = activation(), _Parts(device, dtype, group, sequence_dim)
         sizes = (hidden, hidden) if isinstance(act, Gated) else (hidden,)
         if isinstance(act, Gated) and act.packing == "interleaved":  # a shard has whole pairs of gate and up
             sizes = (2 * hidden,)
@@ -140,11 +172,11 @@ class FeedForward(Sequential):
                 message = f"gate and up of {type(act).__name__} are interleaved, so they have no separate weights"
                 raise InputError(message, code="SF106", operation=type(self).__name__, hint='packing="gate_up"')
         parts: OrderedDict[str, nn.Module] = OrderedDict()
-        parts["up"] = _side_by_side(dim, sizes, bias, merged, group, sequence_dim, made)
+        parts["up"] = made.first(dim, sizes, bias, merged)
         parts["activation"] = act
         if dropout:
             parts["dropout"] = ops.Dropout(dropout)
-        parts["down"] = _last(hidden, dim, bias, group, sequence_dim, made)
+        parts["down"] = made.last(hidden, dim, bias)
         super().__init__(parts)
 
 
@@ -207,32 +239,28 @@ class TransformerLayer(Sequential):
         dtype: torch.dtype | None = None,
         **attention: Any,
     ) -> None:
-        made: dict[str, Any] = {"device": device, "dtype": dtype}
-        several: dict[str, Any] = {"group": group, "sequence_dim": sequence_dim}
+        made = _Parts(device, dtype, group, sequence_dim)
+        same: dict[str, Any] = {**made._asdict(), "merged": merged}
         attention = {"out_bias": bias, "bias": bias if qkv_bias is None else qkv_bias, **attention}
         mixers: dict[str, nn.Module] = {
-            "attention": MultiHeadAttention(
-                dim, heads, kv_heads, merged=merged, dropout=attention_dropout, **several, **made, **attention
-            ),
-            "feedforward": FeedForward(
-                dim, hidden_dim, activation, bias=bias, merged=merged, dropout=hidden_dropout, **several, **made
-            ),
+            "attention": MultiHeadAttention(dim, heads, kv_heads, dropout=attention_dropout, **same, **attention),
+            "feedforward": FeedForward(dim, hidden_dim, activation, bias=bias, dropout=hidden_dropout, **same),
         }
         parts: OrderedDict[str, nn.Module] = OrderedDict()
         for name, mixer in mixers.items():
             block: OrderedDict[str, nn.Module] = OrderedDict()
             if pre_norm:
-                block["norm"] = _norm_on_rows(norm, dim, group, sequence_dim, made)
+                block["norm"] = made.norm(norm, dim)
             block["mixer"] = mixer
             if branch_norm:
-                block["branch_norm"] = _norm_on_rows(norm, dim, group, sequence_dim, made)
+                block["branch_norm"] = made.norm(norm, dim)
             if dropout:
                 block["dropout"] = ops.Dropout(dropout)
             if residual_scale is not None:
                 block["scale"] = ops.Scale(residual_scale)
             parts[name] = ops.Residual(block)
             if pre_norm is False:
-                parts[f"{name}_norm"] = _norm_on_rows(norm, dim, group, sequence_dim, made)
+                parts[f"{name}_norm"] = made.norm(norm, dim)
         super().__init__(parts)
 
 
@@ -256,30 +284,9 @@ class TransformerStack(Sequential):
         for index in range(layers):
             parts[str(index)] = TransformerLayer(dim, heads, **layer)
         if final_norm or (final_norm is None and layer.get("pre_norm", True) is not False):
-            made = {name: layer[name] for name in ("device", "dtype") if name in layer}
-            several = layer.get("group"), layer.get("sequence_dim")
-            parts["norm"] = _norm_on_rows(layer.get("norm", ops.LayerNorm), dim, *several, made)
+            made = _Parts(*(layer.get(name) for name in _Parts._fields))
+            parts["norm"] = made.norm(layer.get("norm", ops.LayerNorm), dim)
         super().__init__(parts)
-
-
-def _side_by_side(
-    features: int, sizes: tuple[int, ...], bias: bool, merged: bool, group: Any, sequence_dim: int | None, made: Any
-) -> UnfusedOperation:
-    """The GEMM that computes several outputs side by side, with separate weights or one packed weight."""
-    if merged and group is not None:
-        raise InputError("a MergedLinear is not divided among processes", code="SF106", operation="MergedLinear")
-    if merged and len(sizes) > 1:
-        return ops.MergedLinear(features, sizes, bias, **made)
-    if group is None:
-        return ops.Linear(features, sum(sizes), bias, **made)
-    divided: dict[str, Any] = {"parallel": "column", "parts": sizes, "group": group, "sequence_dim": sequence_dim}
-    return ops.Linear(features, sum(sizes), bias, **made, **divided)
-
-
-def _last(features: int, dim: int, bias: bool, group: Any, sequence_dim: int | None, made: Any) -> ops.Linear:
-    """The GEMM that ends a tensor-parallel region."""
-    divided: dict[str, Any] = {"parallel": "row", "group": group, "sequence_dim": sequence_dim}
-    return ops.Linear(features, dim, bias, **made, **(divided if group is not None else {}))
 
 
 def own_heads(heads: int, kv_heads: int, group: Group) -> tuple[int, int]:
@@ -290,13 +297,3 @@ def own_heads(heads: int, kv_heads: int, group: Group) -> tuple[int, int]:
             message = f"expects {name} that {group.size} processes divide, got {count}"
             raise InputError(message, code="SF101", operation="Attention", hint=hint)
     return heads // group.size, kv_heads // group.size
-
-
-def _norm_on_rows(
-    norm: Callable[..., UnfusedOperation], dim: int, group: Any, sequence_dim: int | None, made: dict[str, Any]
-) -> UnfusedOperation:
-    """A norm between tensor-parallel regions: with a sequence shard, gradients are summed over the group."""
-    made_norm = norm(dim, **made)
-    if group is not None and sequence_dim is not None:
-        made_norm.sum_over = Group(group)
-    return made_norm

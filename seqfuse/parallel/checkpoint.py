@@ -13,7 +13,7 @@ from ..group import ParameterShard
 
 def unshard(model: nn.Module) -> dict[str, Tensor]:
     """The full state dictionary, the same in every process; collective, so all processes must call it."""
-    shards = _shards(model)
+    shards = shards_in(model)
     state = {name: _full(value) for name, value in model.state_dict().items()}
     return {name: shards[name].whole(value) if name in shards else value for name, value in state.items()}
 
@@ -28,7 +28,7 @@ def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     Raises:
         InputError: (SF101) for a tensor with another shape than the full one.
     """
-    shards = _shards(model)
+    shards = shards_in(model)
     own: dict[str, Tensor] = {}
     for name, value in state.items():
         whole = _full(value)
@@ -51,7 +51,7 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
 
-    shards, meshes = _shards(model), dict[tuple[str, str], Any]()
+    shards, meshes = shards_in(model), dict[tuple[str, str], Any]()
     found: dict[str, Tensor] = {}
     for name, value in model.state_dict().items():
         shard = shards.get(name)
@@ -68,7 +68,8 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
-def _shards(model: nn.Module) -> dict[str, ParameterShard]:
+def shards_in(model: nn.Module) -> dict[str, ParameterShard]:
+    """How the sharded parameters of a model are sharded, by all their names."""
     modules = cast(Iterable[tuple[str, Any]], model.named_modules(remove_duplicate=False))
     held: list[tuple[str, Mapping[str, ParameterShard]]] = [(path, getattr(m, "shards", {})) for path, m in modules]
     return {f"{path}.{name}".lstrip("."): shard for path, shards in held for name, shard in shards.items()}

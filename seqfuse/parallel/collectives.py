@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import zlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..group import ParameterShard
 from ..run import Sequential
+from .checkpoint import shards_in
 from .staged import StagedFuser
 
 
@@ -77,19 +78,20 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise InputError(f"norm_type must be positive, got {norm_type}", code="SF106", operation="clip_grad_norm_")
-    parameters = [*model.parameters()]
+    named = dict(model.named_parameters())
+    parameters = [*named.values()]
     own = [p for p in parameters if not p.is_meta]
     if not parameters:
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
     norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
-    shards = {id(m._parameters[name]): shard for m in model.modules() for name, shard in _shards(m)}  # pyright: ignore[reportPrivateUsage]
-    for index, parameter in enumerate(parameters):
+    shards = shards_in(model)
+    for index, (name, parameter) in enumerate(named.items()):
         if parameter.grad is not None:
             norm = _norm(parameter.grad, norm_type)
             norms[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            if id(parameter) in shards:
-                norms[index] = _whole_norm(norms[index], shards[id(parameter)], norm_type)
+            if name in shards:
+                norms[index] = _whole_norm(norms[index], shards[name], norm_type)
     fusers = [vars(module).get("_fuser") for module in model.modules()]
     for placement in {fuser.placement for fuser in fusers if isinstance(fuser, StagedFuser)}:
         try:
@@ -105,10 +107,6 @@ def clip_grad_norm_(
             [p for p, s in zip(own, sharded, strict=True) if s is kind], max_norm, total
         )
     return total
-
-
-def _shards(module: nn.Module) -> Iterable[tuple[str, ParameterShard]]:
-    return getattr(module, "shards", {}).items()
 
 
 def _whole_norm(norm: Tensor, shard: ParameterShard, p: float) -> Tensor:

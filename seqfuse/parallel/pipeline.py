@@ -115,13 +115,7 @@ def stages(model: Sequential, x: Tensor, microbatches: int = 1, **channels: Tens
 
 
 class StageModule(nn.Module):
-    """One stage as a module: maps the tensors that enter it to those that leave it, first the main one, then channels.
-
-    Args:
-        fuser: the model's fuser.
-        stage: index of the stage.
-        operations: the operations of the stage.
-    """
+    """One stage as a module: maps the tensors that enter it to those that leave it, the main one first."""
 
     def __init__(self, fuser: StagedFuser, stage: int, operations: list[nn.Module]) -> None:
         super().__init__()
@@ -216,11 +210,7 @@ def _own_state_only(model: nn.Module, absent: frozenset[str]) -> None:
 
 
 def _begins(root: nn.Module, nodes: Sequence[Node], stages: int | Sequence[str]) -> dict[str, int]:
-    """Names and positions of the modules at which the second and later stages begin.
-
-    Raises:
-        PlanError: (SF202) for a name at which no stage can begin, or names out of order.
-    """
+    """Names and positions of the modules at which the second and later stages begin."""
     places = _places(root, nodes)
     if isinstance(stages, int):
         return _balanced(nodes, places, stages)

@@ -60,8 +60,8 @@ class Elsewhere(Tensor):
         if name == "__repr__":
             tensor = args[0]
             return f"Elsewhere({tuple(tensor.shape)}, {tensor.dtype}, {where})"
-        changed = [args[0]] if args and _in_place(func, name) else []
-        for tensor in (*changed, named.get("out")):
+        in_place = name in _WRITES or (name.endswith("_") and not name.startswith("__"))
+        for tensor in (args[0] if in_place and args else None, named.get("out")):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 raise _absent(where, f"{name} into a tensor of this rank")
 
@@ -94,11 +94,6 @@ def _where(values: Any) -> str:
     found: list[str] = []
     tree_map_only(Elsewhere, lambda t: found.append(t.place) if hasattr(t, "place") else None, values)
     return found[0] if found else "on another rank"
-
-
-def _in_place(func: Any, name: str) -> bool:
-    own_letters = name.endswith("_") and not name.startswith("__")
-    return name in _WRITES or own_letters
 
 
 def _absent(where: str, name: str) -> StateError:

@@ -21,25 +21,19 @@ from ..run import KEPT_LOWERINGS, Fuser, OpList, Region, Sequential
 from .remote_tensor import Elsewhere, blank
 from .transfer import Boundary, Placement, sources, stand_in, through, together
 
-_Clipped = dict[Any, list[tuple[str | None, Tensor, bool, list[int]]]]
+# By inputs of a region; by channel, the main tensor's being "": an output on meta, whether it has a gradient, and the
+# inputs that it depends on.
+_Clipped = dict[Any, dict[str, tuple[Tensor, bool, list[int]]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
-    """The part of a sequence between two boundaries.
-
-    Attributes:
-        index: number of the stage.
-        parts: its regions and barriers.
-        boundary: the boundary that it begins with; None for the first stage.
-        enters: the channels that enter it in addition to the main tensor; `leaves`: those that leave it.
-        clipped: cached results of regions on other ranks by inputs: outputs on meta, and the inputs they depend on.
-    """
+    """The part of a sequence between two boundaries; it begins with its `boundary`, except for the first stage."""
 
     index: int
     parts: tuple[Region | int, ...]
     boundary: Boundary | None
-    enters: tuple[str, ...]
+    enters: tuple[str, ...]  # channels that enter it in addition to the main tensor
     leaves: tuple[str, ...]
     clipped: _Clipped = dataclasses.field(default_factory=_Clipped)
 
@@ -179,22 +173,18 @@ class StagedFuser(Fuser):
         if key not in stage.clipped:
             validate(nodes, region.positions, x.shape)
             leaves = [_leaf(t, where) for t in got]
-            inside = dict(zip(region.channels, leaves[1:], strict=True))
-            y = _walk(given._replace(channels=inside), region.positions, leaves[0])
-            readers = nodes[0].readers
-            made = [c for node in nodes[region.start : region.stop] for _, c in node.outputs]
-            outs = [(None, y), *((c, inside[c]) for c in made if max(readers[c], default=region.stop) >= region.stop)]
+            made = dict(zip(("", *region.channels), leaves, strict=True))
+            made[""] = _walk(given._replace(channels=made), region.positions, leaves[0])
+            written = [c for node in nodes[region.start : region.stop] for _, c in node.outputs]
+            leaving = [c for c in written if max(nodes[0].readers[c], default=region.stop) >= region.stop]
             if len(stage.clipped) == KEPT_LOWERINGS:
                 stage.clipped.clear()
-            found = [(name, t, sources(t, leaves)) for name, t in outs]
-            stage.clipped[key] = [(name, blank(t), t.requires_grad, s) for name, t, s in found]
-        for name, t, wants, s in stage.clipped[key]:
-            stands = Elsewhere.of(stand_in(t, wants, [got[i] for i in s]), where)
-            if name is None:
-                x = stands
-            else:
-                given.channels[name] = stands
-        return x
+            stage.clipped[key] = {
+                c: (blank(made[c]), made[c].requires_grad, sources(made[c], leaves)) for c in ("", *leaving)
+            }
+        for c, (t, wants, of) in stage.clipped[key].items():
+            given.channels[c] = Elsewhere.of(stand_in(t, wants, [got[i] for i in of]), where)
+        return given.channels.pop("")
 
     def infer(self, x: Tensor, channels: dict[str, Tensor]) -> list[list[Tensor]]:
         """Tensors that represent the input of the first stage, and the outputs of each stage."""

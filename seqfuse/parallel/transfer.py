@@ -21,23 +21,14 @@ _DIMENSIONS = 16
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Placement:
-    """The assignment of stages to ranks, in turn.
-
-    Attributes:
-        group: the process group.
-        name: its name in errors.
-        ranks: its global ranks.
-        me: this process's index among them.
-        stages: number of stages.
-        tells: whether shapes are sent instead of inferred.
-    """
+    """The assignment of stages to ranks, in turn."""
 
     group: Any
-    name: str
-    ranks: tuple[int, ...]
-    me: int
+    name: str  # of the group, in errors
+    ranks: tuple[int, ...]  # global ranks of the group
+    me: int  # index of this process among them
     stages: int
-    tells: bool
+    tells: bool  # whether shapes are sent instead of inferred
 
     def rank(self, stage: int) -> int:
         """The global rank of a stage."""
@@ -84,13 +75,6 @@ class Boundary(FusableOperation):
     """Begins a stage: y = x, received from the previous stage's rank; dx = dy, received from this stage's rank.
 
     Channels that cross it are sent in the same way. A sequence with boundaries must run as a whole, on every rank.
-
-    Args:
-        stage: the stage that begins here.
-        placement: the assignment of stages to ranks.
-
-    Raises:
-        PlanError: (SF202) if it is called by itself.
     """
 
     def __init__(self, stage: int, placement: Placement) -> None:
