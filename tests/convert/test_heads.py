@@ -54,22 +54,14 @@ def by_hand(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return F.dropout(attn.softmax(dim=-1), 0.0) @ v
 
 
-def both_scaled(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return ((q * 0.7) @ (k / 2.0).transpose(-2, -1)).softmax(dim=-1) @ v
-
-
 def turned(t: Three) -> Three:
     return t[0].transpose(1, 2), t[1].transpose(1, 2), t[2].transpose(1, 2)
-
-
-def indexed(t: Tensor) -> Three:
-    return t[0], t[1], t[2]
 
 
 SPELLINGS = {
     "timm": ViT(),
     "timm without its fused attention": ViT(attend=by_hand),
-    "by index": ViT(lambda t: indexed(t.permute(2, 0, 3, 1, 4))),
+    "by index": ViT(lambda t: ((p := t.permute(2, 0, 3, 1, 4))[0], p[1], p[2])),
     "by index from the end": ViT(lambda t: ((p := t.permute((2, 0, 3, 1, 4)))[-3], p[-2], p[-1])),
     "rows before heads": ViT(lambda t: turned(t.unbind(2))),  # pyright: ignore
     "rows before heads, by index": ViT(lambda t: turned((t[:, :, 0], t[:, :, 1], t[:, :, 2]))),
@@ -77,7 +69,7 @@ SPELLINGS = {
     "head by head": ViT(lambda t: t.permute(3, 0, 2, 1, 4).unbind(0), (HEADS, 3)),  # pyright: ignore
     "head by head, rows before heads": ViT(lambda t: turned(t.unbind(3)), (HEADS, 3)),  # pyright: ignore
     "head by head, by index": ViT(lambda t: turned((t[..., 0, :], t[..., 1, :], t[..., 2, :])), (HEADS, 3)),
-    "both scaled": ViT(attend=both_scaled),
+    "both scaled": ViT(attend=lambda q, k, v: ((q * 0.7) @ (k / 2.0).transpose(-2, -1)).softmax(dim=-1) @ v),
     "scaled before torch's attention": ViT(attend=lambda q, k, v: S(q * 0.5, k, v, scale=1.0)),
 }
 NORMS = {

@@ -74,10 +74,6 @@ def of_merged_heads_and_a_bias(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Te
     return torch.bmm(weights, v).view(-1, 2, 4, 4)
 
 
-def of_a_bias_of_queries(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return (scores(q, k) + (q @ m.w[:4].outer(m.w[4:])).tanh()).softmax(-1) @ v
-
-
 def of_three_dimensions(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = ((t * 1.5).sin().flatten(0, 1).sin() for t in (q, k, v))
     weights = (torch.bmm(q, k.transpose(1, 2)) + m.w[:4]).masked_fill(HIDDEN[0], LEAST).softmax(dim=2)
@@ -147,7 +143,7 @@ ATTENTION: dict[str, Weigh] = {
     ),
     "of merged heads, with a bias": of_merged_heads_and_a_bias,
     "of merged heads, with a part of a bias": of_merged_heads_and_a_part_of_a_bias,
-    "of a bias of queries": of_a_bias_of_queries,
+    "of a bias of queries": lambda m, q, k, v: (scores(q, k) + (q @ m.w[:4].outer(m.w[4:])).tanh()).softmax(-1) @ v,
     "of three dimensions": of_three_dimensions,
     "a sink": with_a_sink,
     "a sink that is read": with_a_read_sink,

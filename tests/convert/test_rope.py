@@ -184,10 +184,6 @@ def test_angles_that_are_learned_have_gradients(after: bool):
     assert len(ropes(assert_same_recorded(Roped(turn, after).double(), X))) == 1
 
 
-def negative_pairs(t: Tensor) -> Tensor:
-    return torch.stack((t[..., 1::2], -t[..., ::2]), -1).flatten(-2)
-
-
 def pairs_to_halves(m: Roped, t: Tensor) -> Tensor:
     one, two = t[..., ::2], t[..., 1::2]
     return torch.cat((one * m.c - two * m.s, two * m.c + one * m.s), -1)
@@ -206,10 +202,6 @@ def cosines_for_sines(m: Roped, t: Tensor) -> Tensor:
 def no_difference(m: Roped, t: Tensor) -> Tensor:
     one, two = t.chunk(2, -1)
     return torch.cat((one * m.c + two * m.s, two * m.c + one * m.s), -1)
-
-
-def a_stretch_for_pairs(m: Roped, t: Tensor) -> Tensor:
-    return t * m.cos + torch.stack((-t[..., 1:3], t[..., ::2]), -1).flatten(-2) * m.sin
 
 
 def the_rest(m: Roped, t: Tensor) -> Tensor:
@@ -240,14 +232,18 @@ def conjugates(m: Roped, t: Tensor) -> Tensor:
 
 NEARLY: dict[str, Roped] = {
     "the other way": Roped(lambda m, t: t * m.cos - half(t) * m.sin),
-    "pairs the other way": Roped(lambda m, t: t * m.cos + negative_pairs(t) * m.sin),
+    "pairs the other way": Roped(
+        lambda m, t: t * m.cos + torch.stack((t[..., 1::2], -t[..., ::2]), -1).flatten(-2) * m.sin
+    ),
     "pairs that become halves": Roped(pairs_to_halves),
     "halves that become pairs": Roped(halves_to_pairs),
     "cosines for sines": Roped(cosines_for_sines),
     "no difference": Roped(no_difference),
     "angles of heads": Roped(lambda m, t: t * m.cos[:HEADS, None] + half(t) * m.sin[:HEADS, None]),
     "angles of heads, before": Roped(lambda m, t: t * m.cos[:HEADS] + half(t) * m.sin[:HEADS], after=False),
-    "a stretch for every other element": Roped(a_stretch_for_pairs),
+    "a stretch for every other element": Roped(
+        lambda m, t: t * m.cos + torch.stack((-t[..., 1:3], t[..., ::2]), -1).flatten(-2) * m.sin
+    ),
     "another part": Roped(the_rest, size=2),
     "the first part behind": Roped(the_rest_first, size=2),
     "complex numbers of halves": Roped(complex_halves),

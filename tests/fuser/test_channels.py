@@ -165,25 +165,20 @@ def test_a_public_extra_input_may_be_read_twice_and_have_any_layout() -> None:
 # Barriers and containers.
 
 
-def nested_reader() -> sf.Sequential:
-    return sf.Sequential(ops.Fork("r"), ops.Scale(2), sf.Sequential(ops.Tanh(), ops.Add("r")), ops.Scale(-1.5))
-
-
-def nested_maker() -> sf.Sequential:
-    return sf.Sequential(sf.Sequential(ops.Scale(2), ops.Fork("r"), ops.Tanh()), ops.Add("r"), ops.Scale(-1.5))
-
-
-def both_nested() -> sf.Sequential:
-    return sf.Sequential(
-        sf.Sequential(ops.Scale(2), sf.Sequential(ops.Fork("r"), ops.Tanh())),
-        sf.Sequential(ops.Add("r"), ops.Scale(-1.5)),
-    )
-
-
+S = sf.Sequential
 NESTED: dict[str, tuple[Make, Callable[[Tensor], Tensor]]] = {
-    "reader": (nested_reader, lambda x: -1.5 * (torch.tanh(2 * x) + x)),
-    "maker": (nested_maker, lambda x: -1.5 * (torch.tanh(2 * x) + 2 * x)),
-    "both": (both_nested, lambda x: -1.5 * (torch.tanh(2 * x) + 2 * x)),
+    "reader": (
+        lambda: S(ops.Fork("r"), ops.Scale(2), S(ops.Tanh(), ops.Add("r")), ops.Scale(-1.5)),
+        lambda x: -1.5 * (torch.tanh(2 * x) + x),
+    ),
+    "maker": (
+        lambda: S(S(ops.Scale(2), ops.Fork("r"), ops.Tanh()), ops.Add("r"), ops.Scale(-1.5)),
+        lambda x: -1.5 * (torch.tanh(2 * x) + 2 * x),
+    ),
+    "both": (
+        lambda: S(S(ops.Scale(2), S(ops.Fork("r"), ops.Tanh())), S(ops.Add("r"), ops.Scale(-1.5))),
+        lambda x: -1.5 * (torch.tanh(2 * x) + 2 * x),
+    ),
 }
 
 

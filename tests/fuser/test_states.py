@@ -290,10 +290,6 @@ def setting(**values: Any) -> Callable[[Any], None]:
     return change
 
 
-def of_its(name: str, **values: Any) -> Callable[[Any], None]:
-    return lambda operation: setting(**values)(getattr(operation, name))
-
-
 def attention(**given: Any) -> ops.Attention:
     return ops.Attention(2, **given)
 
@@ -308,7 +304,7 @@ CASES: dict[str, tuple[Callable[[], Any], Callable[[Any], None]]] = {
     "rotary base": (lambda: ops.RotaryEmbedding(2, style="half"), setting(base=7.0)),
     "rotary style": (lambda: ops.RotaryEmbedding(2, style="half"), setting(style="interleaved")),
     "gelu": (ops.GeLU, setting(approximate="tanh")),
-    "geglu": (ops.GEGLU, of_its("activation", approximate="tanh")),
+    "geglu": (ops.GEGLU, lambda op: setting(approximate="tanh")(op.activation)),
     "layernorm": (lambda: ops.LayerNorm(24), setting(zero_centered=True)),
     "rmsnorm": (lambda: ops.RMSNorm(24), setting(zero_centered=True)),
     "qknorm": (lambda: ops.QKNorm(4, 2), setting(heads=4, kv_heads=1)),

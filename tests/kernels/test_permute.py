@@ -26,7 +26,6 @@ SHAPES = {
     "one": (1, 1, 1, 1.0), "odd": (13, 37, 3, 0.8), "wide": (5, 1030, 2, 0.6), "eight": (7, 130, 8, 0.9),
     "none kept": (6, 16, 2, 0.0), "no token": (0, 16, 2, 1.0), "many": (300, 8, 2, 0.95),
 }  # fmt: skip
-MIXED = torch.Generator().manual_seed(7)
 
 
 def drawn(shape: str, dtype: torch.dtype, seed: int) -> dict[str, Tensor]:

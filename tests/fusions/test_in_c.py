@@ -1,7 +1,8 @@
-"""Fusions around a norm with C kernels."""
+"""Fusions with C kernels, around norms and of point-wise chains, compared with their operations."""
 
 from __future__ import annotations
 
+import functools
 import itertools
 from typing import Any
 
@@ -10,13 +11,15 @@ import torch
 
 import seqfuse as sf
 from seqfuse import compiler, fusions, ops
-from seqfuse.fusions import NormForward
+from seqfuse.fusions import NormForward, feedforward
 from seqfuse.hardware import C_NORM_WORTHWHILE
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 
 pytestmark = pytest.mark.skipif(compiler.compiler() is None, reason="no C compiler")
 
-END = (lambda: ops.Bias(8), lambda: ops.Dropout(0.3), lambda: ops.Add("other"), lambda: ops.Fork("out"))
+BIAS, DROPOUT, ADD = (lambda: ops.Bias(8), lambda: ops.Dropout(0.3), lambda: ops.Add("other"))
+END = (BIAS, DROPOUT, ADD, lambda: ops.Fork("out"))
+LINEAR = functools.partial(ops.Linear, 8, 8, bias=False)
 CASES: dict[str, tuple[Any, torch.dtype, tuple[Any, ...]]] = {
     "RMSNorm": (fusions.NormForward, torch.float32, (lambda: ops.RMSNorm(8),)),
     "RMSNorm without a weight": (
@@ -37,16 +40,32 @@ CASES: dict[str, tuple[Any, torch.dtype, tuple[Any, ...]]] = {
     "boundary and activations": (
         fusions.BlockBoundaryActivation, torch.float32, (*END, lambda: ops.LayerNorm(8), ops.SiLU, ops.SquaredReLU)
     ),
+    "GEMM, bias and activation": (fusions.LinearBiasPointwise, torch.float32, (LINEAR, BIAS, ops.GeLU)),
+    "GEMM and activation in 16 bits": (fusions.LinearBiasPointwise, torch.bfloat16, (LINEAR, BIAS, ops.SiLU)),
+    "gated unit": (fusions.BiasGated, torch.float32, (BIAS, ops.GEGLU)),
+    "gated unit, backward": (fusions.BiasGatedBackward, torch.bfloat16, (BIAS, ops.SwiGLU)),
+    "gated unit in float32, backward": (fusions.BiasGatedBackward, torch.float32, (BIAS, ops.GEGLU)),
+    "residual": (fusions.BiasDropoutAdd, torch.float16, (BIAS, DROPOUT, ADD)),
+    "residual in float32": (fusions.BiasDropoutAdd, torch.float32, (DROPOUT, ADD)),
+    "residual, backward": (fusions.BiasDropoutAddBackward, torch.float32, (BIAS, DROPOUT, ADD)),
+    "chain": (fusions.PointwiseChain, torch.float32, (BIAS, ops.SiLU, lambda: ops.Scale(0.5), DROPOUT)),
+    "chain, backward": (fusions.PointwiseChainBackward, torch.float32, (BIAS, ops.GeLU, DROPOUT)),
+    "chain, both passes": (fusions.PointwiseChainJoint, torch.bfloat16, (ops.ReLU, ops.Tanh)),
+    "chain in float32, both passes": (fusions.PointwiseChainJoint, torch.float32, (ops.SquaredReLU, ops.Sigmoid)),
+    "chain of bias and output": (fusions.PointwiseChain, torch.float32, (BIAS, ops.Tanh)),
+    "chain with a factor": (fusions.PointwiseChain, torch.float16, (BIAS, ops.QuickGeLU, lambda: ops.Scale(2.0))),
+    "activation recomputed": (fusions.ActivationLinearJoint, torch.float32, (BIAS, ops.GeLU, LINEAR)),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_takes_the_place_of_what_it_replaces(name: str):
     fusion, dtype, makers = CASES[name]
-    other = {"other": seeded_randn((5, 8), 1)} if END[2] in makers else {}
+    other = {"other": seeded_randn((5, 8), 1)} if ADD in makers else {}
     found = check_fusion(fusion, seeded_randn((5, 8), 0), *(make() for make in makers), dtypes=[dtype], **other)
     assert found.cases > 8
-    assert not found.skipped
+    joint = fusion in (fusions.PointwiseChainJoint, fusions.ActivationLinearJoint)
+    assert all(joint and "no gradient: it is not used" in case for case in found.skipped)
 
 
 @pytest.mark.parametrize(
@@ -138,3 +157,23 @@ def test_a_boundary_decides_anew_for_another_dtype_of_its_bias() -> None:
             assert_bitwise_equal({"y": mine[0], **mine[1]}, {"y": fresh[0], **fresh[1]})
             streams.append(mine[1]["fork_out"].dtype)
     assert streams == [low, torch.float32, low]
+
+
+@pytest.mark.parametrize("act", [ops.GeLU, ops.SwiGLU])
+def test_many_rows_run_part_by_part(act: Any, monkeypatch: pytest.MonkeyPatch):
+    """Each gradient is that of all rows, the last part being shorter; with a main_grad they run at once."""
+    sizes, whole = list[int](), feedforward._in_parts
+    monkeypatch.setattr(feedforward, "PART", 2)
+    monkeypatch.setattr(feedforward, "_in_parts", lambda *given: (sizes.append(len(given[1])), whole(*given))[1])
+    width = 16 if act is ops.SwiGLU else 8
+    list_ = ops.Bias(width), act(), ops.Linear(8, 8), ops.Add("other")
+    given = {"other": seeded_randn((7, 8), 1)}
+    check_fusion(fusions.ActivationLinearJoint, seeded_randn((7, width), 0), *list_, dtypes=[torch.float32], **given)
+    assert 7 in sizes
+
+
+@pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
+def test_a_sum_of_two_dtypes_has_the_one_that_torch_promotes_to(dtypes: tuple[torch.dtype, torch.dtype]):
+    fusion: Any = fusions.BiasDropoutAdd(bias=None, dropout=ops.Dropout(0.3), add=ops.Add("other"))
+    x, other = (seeded_randn((5, 8), i).to(dtype) for i, dtype in enumerate(dtypes))
+    assert fusion.fwd(x, add_other=other, dropout_seed=torch.tensor(3))[0].dtype is torch.float32
