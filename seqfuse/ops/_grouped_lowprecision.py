@@ -15,11 +15,11 @@ from torch import Tensor
 
 from ..casts import autocasting
 from ..maingrad import Accumulated, accumulated
-from ..recipes import MULTIPLE, Recipe, Role, largest_of_groups
+from ..recipes import MULTIPLE, Recipe, Role
 from ..scaling import KeptScale
 from . import _lowprecision as low
 from ._grouped import finished, group_at, grouped_linear, grouped_weight_grad
-from ._lowprecision import Operand, dequantize, quantize
+from ._lowprecision import Operand, dequantize
 
 
 def why_no_grouped_gemm(recipe: Recipe, dtype: torch.dtype | None, arch: str) -> str | None:
@@ -34,34 +34,6 @@ def why_no_grouped_gemm(recipe: Recipe, dtype: torch.dtype | None, arch: str) ->
     elif dtype not in (None, torch.bfloat16):
         reason = f"that gives {str(dtype).removeprefix('torch.')}"
     return reason and f"torch has no grouped GEMM of 8 bits {reason}"
-
-
-def quantized_rows(
-    x: Tensor,
-    recipe: Recipe,
-    role: Role,
-    offsets: Tensor,
-    *,
-    rows: bool = True,
-    columns: bool = False,
-    kept: KeptScale | None = None,
-) -> tuple[Operand | None, Operand | None]:
-    """`_lowprecision.quantized` for rows of groups, [R, N]; no two groups share a scale."""
-    if rows and recipe.block(role, "rows")[0] == 1:  # scales per row do not depend on groups
-        along, _ = low.quantized(x, recipe, role)
-    else:
-        if kept is not None and kept.newest is not None:
-            torch.maximum(kept.newest, largest_of_groups(x, offsets), out=kept.newest)
-        scale = None if kept is None else kept.scale
-        shared = recipe.block(role, "rows") == recipe.block(role, "columns")
-        along = None
-        if rows or (columns and shared):
-            along = Operand(*quantize(x, recipe, role, "rows", scale=scale, offsets=offsets))
-        if shared:
-            return along if rows else None, along if columns else None
-    if not columns:
-        return along, None
-    return along, Operand(*quantize(x, recipe, role, "columns", offsets=offsets))
 
 
 def quantized_group_weights(

@@ -22,7 +22,7 @@ from ..fake import of_shapes
 from ..kernels import triton_installed
 from ..maingrad import Accumulated, accumulated
 from ..quantized import Operand, Quantize, Quantized
-from ..recipes import MULTIPLE, Recipe, Role
+from ..recipes import MULTIPLE, Recipe, Role, largest_of_groups
 from ..scaling import KeptScale
 
 if TYPE_CHECKING:
@@ -46,27 +46,32 @@ def quantized(
     rows: bool = True,
     columns: bool = False,
     kept: KeptScale | None = None,
+    offsets: Tensor | None = None,
 ) -> tuple[Operand | None, Operand | None]:
     """The operand quantized along its rows and down its columns, each only if requested. x: [M, N].
 
     If both share their scales, they are one operand. A delayed recipe passes `kept`, in which max |x| is recorded.
-    On GPUs, codes of columns are stored column by column, as GEMMs read them.
+    On GPUs, codes of columns are stored column by column, as GEMMs read them. With `offsets`, the ends of groups of
+    rows, no two groups share a scale.
     """
     if isinstance(x, Quantized):
         return x.rows if rows else None, x.columns if columns else None
-    kernels = kernels_for(x, columns) if rows or columns else None
+    if offsets is not None and rows and recipe.block(role, "rows")[0] == 1:  # scales per row do not depend on groups
+        _, below = quantized(x, recipe, role, rows=False, columns=columns, offsets=offsets)
+        return quantized(x, recipe, role)[0], below
+    kernels = kernels_for(x, columns) if (rows or columns) and offsets is None else None
     if kernels is not None:
         return _by_kernels(kernels, x, recipe, role, rows, columns, kept)
     if kept is not None and kept.newest is not None:
-        most = x.detach().abs().amax().to(torch.float32)
+        most = largest_of_groups(x, offsets) if offsets is not None else x.detach().abs().amax().to(torch.float32)
         torch.maximum(kept.newest, most, out=kept.newest)
     scale = None if kept is None else kept.scale
-    along = Operand(*quantize(x, recipe, role, "rows", scale=scale)) if rows else None
+    along = Operand(*quantize(x, recipe, role, "rows", scale=scale, offsets=offsets)) if rows else None
     if not columns:
         return along, None
     if along is not None and recipe.block(role, "rows") == recipe.block(role, "columns"):
         return along, along
-    return along, Operand(*quantize(x, recipe, role, "columns", scale=scale))
+    return along, Operand(*quantize(x, recipe, role, "columns", scale=scale, offsets=offsets))
 
 
 Weights = Sequence[tuple[Operand | None, Operand | None]]
@@ -108,9 +113,9 @@ def along(x: Tensor, recipe: Recipe, role: Role) -> Operand:
     return found
 
 
-def down(x: Tensor, recipe: Recipe, role: Role) -> Operand:
+def down(x: Tensor, recipe: Recipe, role: Role, offsets: Tensor | None = None) -> Operand:
     """The operand quantized down its columns only."""
-    _, found = quantized(x, recipe, role, rows=False, columns=True)
+    _, found = quantized(x, recipe, role, rows=False, columns=True, offsets=offsets)
     assert found is not None
     return found
 

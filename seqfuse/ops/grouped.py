@@ -17,7 +17,7 @@ from ..recipes import Recipe
 from ..saved import maker
 from . import _grouped_lowprecision as low
 from ._grouped import finished, grouped_bias_grad, grouped_linear, grouped_weight_grad, plain, spans
-from ._lowprecision import operand
+from ._lowprecision import operand, quantized
 from ._parameters import parameter, required
 from ._tensors import is_whole
 from .linear import HasGEMM
@@ -113,9 +113,9 @@ class GroupedLinear(HasGEMM, sf.UnfusedOperation):
         if recipe is None:
             y = plain(rows, self.weight, offsets, bias)
         else:
-            from ._lowprecision_reference import grouped_linear_by_reference
+            from ._lowprecision_reference import linear_by_reference
 
-            y = grouped_linear_by_reference(rows, self.weight, offsets, recipe)
+            y = linear_by_reference(rows, self.weight, recipe, offsets)
             y = finished(y, offsets, None if bias is None else bias.to(y.dtype))
         return y.reshape(*x.shape[:-1], self.out_features)
 
@@ -147,7 +147,7 @@ class GroupedLinear(HasGEMM, sf.UnfusedOperation):
         given, weight, bias = self.operands(x)
         rows = given.reshape(-1, self.in_features)
         kept = [self.scale_for(name, t, recipe, bool(needs)) for name, t in (("x", rows), ("weight", weight))]
-        qx, x_down = low.quantized_rows(rows, recipe, "x", offsets, columns="weight" in needs, kept=kept[0])
+        qx, x_down = quantized(rows, recipe, "x", columns="weight" in needs, kept=kept[0], offsets=offsets)
         qweight, weight_down = low.quantized_group_weights(weight, recipe, columns="x" in needs, kept=kept[1])
         assert qx is not None
         y = low.grouped_in_8_bits(qx, qweight, recipe, offsets, rows.dtype, bias)
@@ -197,7 +197,7 @@ class GroupedLinear(HasGEMM, sf.UnfusedOperation):
             grads["bias"] = grouped_bias_grad(rows, saved.offsets)
         kept = None if needs.isdisjoint(_EVERY) else self.scale_for("dy", rows, recipe, True)
         asked = {"rows": "x" in needs, "columns": "weight" in needs}
-        along, down = low.quantized_rows(rows, recipe, "dy", saved.offsets, **asked, kept=kept)
+        along, down = quantized(rows, recipe, "dy", **asked, kept=kept, offsets=saved.offsets)
         dx = None
         if along is not None:
             weight = operand(saved.weight, saved.weight_inverse)

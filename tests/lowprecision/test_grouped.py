@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import seqfuse as sf
 from seqfuse import ops, recipes, testing
 from seqfuse.ops import _grouped_lowprecision as low
+from seqfuse.ops._lowprecision import quantized
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
 from tests.selection import few_cases as few_cases
@@ -279,8 +280,8 @@ def test_no_offset_of_a_gpu_is_read(recipe: Recipe):
         with FakeTensorMode(), torch.device("cuda"):
             x, dy = (torch.empty(64, n, dtype=torch.bfloat16) for n in (32, 48))
             weight, ends = torch.empty(4, 48, 32, dtype=torch.bfloat16), torch.empty(4, dtype=torch.int32)
-            qx, x_down = low.quantized_rows(x, own, "x", ends, columns=True)
-            qdy, dy_down = low.quantized_rows(dy, own, "dy", ends, columns=True)
+            qx, x_down = quantized(x, own, "x", columns=True, offsets=ends)
+            qdy, dy_down = quantized(dy, own, "dy", columns=True, offsets=ends)
             qweight, weight_down = low.quantized_group_weights(weight, own, columns=True)
             assert None not in (qx, x_down, qdy, dy_down, weight_down)
             y = low.grouped_in_8_bits(qx, qweight, own, ends, torch.bfloat16)  # pyright: ignore[reportArgumentType]
