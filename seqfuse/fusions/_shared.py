@@ -14,6 +14,7 @@ from ..env import Env, Savings
 from ..errors import InputError
 from ..fusion import Requirements
 from ..hardware import STEP
+from ..kernels import kernels_of
 from ..ops import Add, Bias, GroupedLinear, Linear, MergedLinear, Scale
 from ..ops._mm import addmm, mm
 from ..ops._mm import linear as gemm
@@ -52,7 +53,7 @@ def act_fits(act: Pointwise | Gated, env: Env) -> Requirements:
     yield not act.parameter_slots(), f"{kind.__name__} has parameters, which device functions do not see"
     yield kind.Saved.fields == (("x",) if act.reads == "input" else ("y",)), own_record
     if env.kernels == "c":
-        reason = _in_c()(device(act))
+        reason = kernels_of("c.trace").why_not(device(act))
         yield reason is None, reason or ""
 
 
@@ -93,7 +94,7 @@ def sum_dtype(*summed: Tensor) -> torch.dtype:
 
 def device(act: Pointwise) -> Any:
     """The activation as an argument of kernels, which cache it; without a reference to the operation."""
-    return _activation()(act.value, act.derivative, act.reads, act.P)
+    return kernels_of("activations").Activation(act.value, act.derivative, act.reads, act.P)
 
 
 def unit_of(gated: Gated) -> tuple[Any, Any, str]:
@@ -122,8 +123,7 @@ def factors_of(parts: Sequence[Pointwise | Scale]) -> tuple[float, ...]:
 
 def as_one_activation(parts: Sequence[Pointwise | Scale], factors: Sequence[float]) -> Any:
     """f_n(... f_1(x)) as one activation for kernels, with these factors."""
-    from ..kernels import activations
-
+    activations = kernels_of("activations")
     left = iter(factors)
     made = [device(part) if isinstance(part, Pointwise) else activations.constant_factor(next(left)) for part in parts]
     return activations.composed(*made)
@@ -143,21 +143,6 @@ def own_records(parts: Sequence[Pointwise | Scale], x: Tensor, factors: Sequence
             records.append(part.record(x, y))
             x = y
     return tuple(records)
-
-
-# Import statements would cost a call more than the rest of its Python.
-@functools.cache
-def _in_c() -> Callable[[Any], str | None]:
-    from ..kernels.c.trace import why_not
-
-    return why_not
-
-
-@functools.cache
-def _activation() -> Any:
-    from ..kernels.activations import Activation
-
-    return Activation
 
 
 def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Tensor, Linear.Saved]]:

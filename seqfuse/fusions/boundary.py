@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -12,6 +11,7 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env, any_autocast, autocast_of
 from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..kernels import kernels_of
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Fork, LayerNorm, RMSNorm, Scale, Unpermute
 from ..ops._lowprecision import as_codes, as_quantized
@@ -239,15 +239,7 @@ def pairs_of(rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Any:
     """The rows of tokens and experts as an argument of norm kernels."""
     top_k = rows.shape[-1]
     flat = rows.reshape(-1, top_k).contiguous()
-    return _pairs()(flat, offsets, None if probs is None else probs.reshape(-1, top_k).contiguous())
-
-
-# An import statement would cost a call more than the rest of its Python.
-@functools.cache
-def _pairs() -> Any:
-    from ..kernels.permute import Pairs
-
-    return Pairs
+    return kernels_of("permute").Pairs(flat, offsets, None if probs is None else probs.reshape(-1, top_k).contiguous())
 
 
 def experts_bwd(

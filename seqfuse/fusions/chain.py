@@ -15,6 +15,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
 from ..generated import Source
 from ..hardware import STEP
+from ..kernels import kernels_of
 from ..operation import Grads
 from ..ops import Add, Bias, Dropout, Linear, Scale
 from ..ops._lowprecision import as_codes, as_quantized
@@ -259,7 +260,7 @@ def forward_of(
 
     def made() -> Callable[..., tuple[Any, ...]]:
         chain = chain_of(_forward_steps(kept_of, keep)[0])
-        return pointwise_maker()(chain) if to is None else quantized_chain(chain, to)
+        return kernels_of("pointwise").pointwise_of(chain) if to is None else quantized_chain(chain, to)
 
     def kernel(*given: Tensor) -> tuple[Any, ...]:  # for activations whose numbers may change at any time
         return made()(*given)
@@ -322,7 +323,7 @@ def backward_of(places: Sequence[Place], needs: frozenset[str], to: Quantize | N
     source = Source("gradient", "dy, kept")
     dtypes = [bias.dtype for _, bias in summed]
     chain, result = chain_of(steps), "x" in needs
-    plain = pointwise_maker()(chain, None, dtypes, result)
+    plain = kernels_of("pointwise").pointwise_of(chain, None, dtypes, result)
     source.constants["kernel"] = plain if to is None or not result else quantized_chain(chain, to, dtypes)
     sums = [f"{source.put(name)}: out[{i}]" for i, (name, _) in enumerate(summed, 1)]
     source.add(f"out = kernel({', '.join(['dy', *operands])})", f"return out[0], {{{', '.join(sums)}}}")
@@ -371,28 +372,20 @@ _chains: dict[Any, Chain] = {}
 
 def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> Callable[..., tuple[Any, ...]]:
     """A function of x and the operands of a chain whose last value is quantized."""
-    from ..kernels.pointwise import pointwise_codes
-
     before, behind = chain.parts[0], chain.parts[-1]
 
     def run(x: Tensor, *operands: Tensor) -> tuple[Any, ...]:
         if not x.numel():
-            return pointwise_maker()(chain, None, dtypes)(x, *operands)
+            return kernels_of("pointwise").pointwise_of(chain, None, dtypes)(x, *operands)
         shape = (*x.shape[:-1], x.shape[-1] * behind // before)
         wanted, newest = as_codes(to, x)
         given = [t.contiguous() for t in operands]
-        codes, rest = pointwise_codes(x.contiguous(), chain, given, wanted, newest, dtypes=dtypes)
+        codes, rest = kernels_of("pointwise").pointwise_codes(
+            x.contiguous(), chain, given, wanted, newest, dtypes=dtypes
+        )
         return as_quantized(codes, wanted, shape, x.dtype, x.device), *rest
 
     return run
-
-
-@functools.cache
-def pointwise_maker():  # its return type is inferred
-    """`kernels.pointwise.pointwise_of`, imported only when a kernel is about to run."""
-    from ..kernels.pointwise import pointwise_of
-
-    return pointwise_of
 
 
 def chain_of(steps: Steps) -> Chain:
@@ -400,8 +393,7 @@ def chain_of(steps: Steps) -> Chain:
     key = tuple([(name, *map(_identity, of)) for name, *of in steps])
     found = _chains.get(key)
     if found is None:
-        from ..kernels import chains
-
+        chains = kernels_of("chains")
         found = _chains[key] = chains.Chain(*(getattr(chains, name)(*of) for name, *of in steps))
     return found
 
@@ -443,7 +435,7 @@ class LinearBiasPointwise(ForwardFusion):
 
     def _passes(self, dtype: torch.dtype | None) -> Callable[[Tensor], tuple[Tensor, dict[str, Any]]]:
         gemm, record = linear_of(self.linear, self.bias), _recorder(self.act)
-        kernel = pointwise_maker()(chain_of([("act", device(self.act))]), dtype)
+        kernel = kernels_of("pointwise").pointwise_of(chain_of([("act", device(self.act))]), dtype)
 
         def run(x: Tensor) -> tuple[Tensor, dict[str, Any]]:
             z, saved = gemm(x)
@@ -542,4 +534,4 @@ def _dropout_kernel(
 ) -> Callable[..., tuple[Tensor | None, ...]]:
     """The kernel of the chain of these steps; other arguments are those of `pointwise_of`."""
     steps: Steps = [*[("bias",)] * bias, ("dropout", p, upscale), *[("add",)] * add, *[("column_sum",)] * sums]
-    return pointwise_maker()(chain_of(steps), **of)
+    return kernels_of("pointwise").pointwise_of(chain_of(steps), **of)

@@ -13,6 +13,7 @@ from ..casts import dtype_of
 from ..env import Env, Savings
 from ..fusion import ForwardFusion, JointFusion, Requirements
 from ..hardware import RECOMPUTING, STEP
+from ..kernels import kernels_of
 from ..maingrad import Accumulated, accumulated
 from ..operation import Grads
 from ..ops import Add, Fork, GroupedLinear, LayerNorm, Permute, RMSNorm, Unpermute
@@ -104,7 +105,7 @@ class GatherGroupedLinear(JointFusion):
         order, rows, offsets = self.permute.sorted(permute_experts)
         given, weight, bias = self.linear.operands(x)
         how: dict[str, Any] = {"order": order, "top_k": self.permute.top_k, "tf32": tf32(given)}
-        y = _grouped().grouped_gemm(given.reshape(-1, given.shape[-1]), weight, offsets, bias, **how)
+        y = kernels_of("grouped").grouped_gemm(given.reshape(-1, given.shape[-1]), weight, offsets, bias, **how)
         saved = self.Saved(x=given, weight=weight, order=order, rows=rows, offsets=offsets)
         return y.view(*rows.shape, -1), {"permute_offsets": offsets, "permute_rows": rows}, saved
 
@@ -128,7 +129,7 @@ class GatherGroupedLinear(JointFusion):
         if "linear.weight" in needs:
             x = saved.x.reshape(-1, saved.x.shape[-1])
             how: dict[str, Any] = {"order": saved.order, "top_k": self.permute.top_k, "tf32": tf32(x)}
-            grad = _grouped().grouped_outer(rows, x, saved.offsets, **how)
+            grad = kernels_of("grouped").grouped_outer(rows, x, saved.offsets, **how)
             buffer = main_grads.pop("linear.weight", None)
             if buffer is not None:
                 buffer.add_(grad)
@@ -140,14 +141,6 @@ class GatherGroupedLinear(JointFusion):
         x = sorted_rows(saved.x, saved.rows, saved.offsets)
         record = GroupedLinear.Saved(x=x, weight=saved.weight, offsets=saved.offsets)
         return {"permute": Permute.Saved(rows=saved.rows, offsets=saved.offsets), "linear": record}
-
-
-# An import statement would cost a call more than the rest of its Python.
-@functools.cache
-def _grouped() -> Any:
-    from ..kernels import grouped
-
-    return grouped
 
 
 _OF_X, _OF_WEIGHT = frozenset({"x"}), frozenset({"weight"})

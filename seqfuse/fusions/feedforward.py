@@ -12,6 +12,7 @@ from .. import saved as context
 from ..env import Env, Savings
 from ..fusion import JointFusion, Requirements
 from ..hardware import STEP
+from ..kernels import kernels_of
 from ..maingrad import Accumulated
 from ..operation import Grads
 from ..ops import Add, Bias, Linear
@@ -34,7 +35,7 @@ from ._shared import (
     reads_input,
     unit_of,
 )
-from .chain import chain_of, pointwise_maker
+from .chain import chain_of
 
 
 class ActivationLinearJoint(JointFusion):
@@ -141,7 +142,7 @@ class ActivationLinearJoint(JointFusion):
 
     def _forward(self) -> Callable[..., Any]:
         act = ("gated" if isinstance(self.act, Gated) else "act", *self._of)
-        return pointwise_maker()(chain_of([*[("bias",)] * (self.bias is not None), act]))
+        return kernels_of("pointwise").pointwise_of(chain_of([*[("bias",)] * (self.bias is not None), act]))
 
     def _backward(self, sums: bool, again: bool, result: bool, dtype: torch.dtype) -> Callable[..., Any]:
         gated, of, row = isinstance(self.act, Gated), self._of, self.bias
@@ -149,7 +150,7 @@ class ActivationLinearJoint(JointFusion):
         steps: list[tuple[Any, ...]] = [("shift", gated)] if row is not None else []
         steps += [*[(emit, *of)] * again, (dact, *of), *[("column_sum",)] * sums]
         given = [*[dtype] * again, *[row.dtype for _ in range(sums) if row is not None]]
-        return pointwise_maker()(chain_of(steps), None, given, result)
+        return kernels_of("pointwise").pointwise_of(chain_of(steps), None, given, result)
 
 
 PART = 1024

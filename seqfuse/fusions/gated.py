@@ -11,12 +11,13 @@ from torch import Tensor
 from .. import saved as context
 from ..env import Env
 from ..fusion import BackwardFusion, ForwardFusion, JointFusion, Requirements
+from ..kernels import kernels_of
 from ..operation import Grads
 from ..ops import Bias, TokenScale
 from ..pointwise import Gated
 from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import act_fits, bias_fits, kernels_run, numbers_of, unit_of
-from .chain import chain_of, pointwise_maker, quantized_chain
+from .chain import chain_of, quantized_chain
 
 
 class BiasGated(ForwardFusion):
@@ -154,4 +155,6 @@ def gated_kernel(
     chain = chain_of(
         [(s, *of) if "gated" in s else (s, True) if s == "shift" else (s,) for s in steps]  # a packed bias
     )
-    return pointwise_maker()(chain, None, dtypes, result) if to is None else quantized_chain(chain, to, dtypes)
+    if to is not None:
+        return quantized_chain(chain, to, dtypes)
+    return kernels_of("pointwise").pointwise_of(chain, None, dtypes, result)

@@ -11,6 +11,7 @@ from ..env import Env
 from ..errors import InputError
 from ..fusion import BackwardFusion, ForwardFusion, InferenceFusion, Requirements
 from ..hardware import capability
+from ..kernels import kernels_of
 from ..operation import Grads
 from ..ops import Attention, Bias, QKNorm, RotaryEmbedding
 from ..ops._cache import current
@@ -60,12 +61,10 @@ class BeforeAttention:
 
     def rotation(self, x: Tensor) -> Rotation | None:
         """RoPE as an argument of the kernel, for heads of a packed x."""
-        from ..kernels.rope import Rotation
-
         if self.rotary is None:
             return None
         size = x.shape[-1] // (self.heads[0] + 2 * self.heads[1])
-        return Rotation(self.rotary.style, self.rotary.rotary_dim or size, self.rotary.base)
+        return kernels_of("rope").Rotation(self.rotary.style, self.rotary.rotary_dim or size, self.rotary.base)
 
     def given(self) -> dict[str, Any]:
         """The kernels' arguments for bias and norm."""
@@ -77,12 +76,10 @@ class BeforeAttention:
 
     def run(self, x: Tensor, angles: dict[str, Any], store: bool) -> Roped:
         """The kernel's forward pass; if a KV cache is active, its rows define the positions."""
-        from ..kernels.rope import rope_fwd
-
         cache = current()
         if self.rotary is not None and cache is not None and angles["positions"] is None and angles["cos"] is None:
             angles = {**angles, "positions": cache.positions(x)}
-        return rope_fwd(x, *self.heads, self.rotation(x), store=store, **angles, **self.given())
+        return kernels_of("rope").rope_fwd(x, *self.heads, self.rotation(x), store=store, **angles, **self.given())
 
     def forward(self, x: Tensor, angles: dict[str, Any], needs: frozenset[str]) -> Any:
         """Return y, and the `Saved` of the operations if a gradient is needed."""
@@ -102,8 +99,6 @@ class BeforeAttention:
         self, dy: Tensor, kept: QKNorm.Saved | None, angles: dict[str, Any], needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         """The gradients, from dy and the `Saved` of the norm."""
-        from ..kernels.rope import rope_bwd
-
         around: dict[str, Any] = {"dbias": self.bias.dtype} if "bias.bias" in needs else {}
         if kept is not None:
             around |= {"x": kept.x, "rstd": kept.rstd, "zero_centered": self.norm.zero_centered}
@@ -113,7 +108,7 @@ class BeforeAttention:
                 owner = parameter(self.norm, name)
                 if f"norm.{name}" in needs and owner is not None:
                     around[f"d{name}"] = owner.dtype
-        out = rope_bwd(dy, *self.heads, self.rotation(dy), dx="x" in needs, **angles, **around)
+        out = kernels_of("rope").rope_bwd(dy, *self.heads, self.rotation(dy), dx="x" in needs, **angles, **around)
         grads = {"bias.bias": out.dbias, "norm.q_weight": out.dq_weight, "norm.k_weight": out.dk_weight}
         return out.dx, {name: gradient for name, gradient in grads.items() if name in needs}
 
@@ -183,11 +178,11 @@ class BiasQKNormRotaryBackward(BeforeAttention, BackwardFusion):
         rotation = self.rotation(dy)
         if to is None or rotation is None or "x" not in needs or not dy.numel():
             return self.backward(dy, norm, angles, needs)
-        from ..kernels.rope import rope_codes_backward
-
         wanted, newest = as_codes(to, dy)
         dbias = self.bias.dtype if self.bias is not None and "bias.bias" in needs else None
-        out = rope_codes_backward(dy, *self.heads, rotation, wanted, largest=newest, dbias=dbias, **angles)
+        out = kernels_of("rope").rope_codes_backward(
+            dy, *self.heads, rotation, wanted, largest=newest, dbias=dbias, **angles
+        )
         grads: Grads = {} if dbias is None else {"bias.bias": out.dbias}
         return as_quantized(out.codes, wanted, dy.shape, dy.dtype, dy.device), grads
 
@@ -227,13 +222,11 @@ class BiasQKNormRotaryAttention(BeforeAttention, InferenceFusion):
         yield not attention.random, "dropout of weights is left to the operation"
 
     def fwd(self, x: Tensor) -> Any:
-        from ..kernels.rope import rope_write
-
         cache = current()
         if cache is not None:
 
             def write(row: Tensor, **caches: Any) -> Tensor:
-                return rope_write(row, *self.heads, self.rotation(row), **caches, **self.given())
+                return kernels_of("rope").rope_write(row, *self.heads, self.rotation(row), **caches, **self.given())
 
             y = cache.decode(self.attention, x, write)
             if y is not None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -16,6 +15,7 @@ from ..env import Env, Savings
 from ..fusion import BackwardFusion, ForwardFusion, FusedOperation, JointFusion, Requirements
 from ..generated import Source
 from ..hardware import C_NORM_WORTHWHILE, NORM_COLUMNS
+from ..kernels import kernels_of
 from ..operation import Grads
 from ..ops import Fork, LayerNorm, RMSNorm, Scale
 from ..ops._lowprecision import as_codes, as_quantized
@@ -235,19 +235,11 @@ def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     yield norm.y_dtype_in(env) is env.dtype, "under autocast the norm gives float32, and x is not"
 
 
-# An import statement would cost a call more than the rest of its Python.
-@functools.cache
-def _kernels():
-    from ..kernels import norm
-
-    return norm
-
-
 def run_norm(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, NormRecord]:
     """Run the norm with the operations `around` it (arguments of the kernel); also returns the norm's `Saved`."""
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
     gain, bias = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm))
-    out = _kernels().norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
+    out = kernels_of("norm").norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
     return out, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
 
 
@@ -287,7 +279,7 @@ def _forward_of(
     tensors = [name for name, value in given.items() if isinstance(value, Tensor)]
     rest = {name: value for name, value in given.items() if name not in tensors}
     rest |= {"eps": eps_of(norm, x), "centered": norm.centered, "zero_centered": norm.zero_centered}
-    kernels = _kernels()
+    kernels = kernels_of("norm")
     return kernels.norm_of(kernels.norm_fwd, ["x", *tensors], rest)
 
 
@@ -301,7 +293,7 @@ def norm_to(
     wanted, newest = as_codes(to, x)
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
     gain, bias, eps = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm)), eps_of(norm, x)
-    out = _kernels().norm_codes(x, gain, bias, eps, wanted, largest=newest, **kind, **around)
+    out = kernels_of("norm").norm_codes(x, gain, bias, eps, wanted, largest=newest, **kind, **around)
     assert out.rstd is not None
     y = as_quantized(out.codes, wanted, x.shape, around["dtype"] or x.dtype, x.device)
     return y, out.stream, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
@@ -334,7 +326,9 @@ def run_norm_bwd(
 ) -> tuple[NormGradients, dict[str, Tensor | None]]:
     """The kernel's results, and the needed gradients of the slot `norm` among them, by name."""
     sums, gain, start = _sums_of(norm, needs), _in_one_piece(weight), _in_one_piece(bias)
-    out = _kernels().norm_bwd(dy, x, mean, rstd, gain, start, zero_centered=norm.zero_centered, **sums, **around)
+    out = kernels_of("norm").norm_bwd(
+        dy, x, mean, rstd, gain, start, zero_centered=norm.zero_centered, **sums, **around
+    )
     return out, {f"norm.{name[1:]}": getattr(out, name) for name in sums}
 
 
@@ -345,7 +339,7 @@ def norm_bwd_to(
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
     sums, gain = _sums_of(norm, needs), _in_one_piece(saved.weight)
     given = dy, saved.x, mean, saved.rstd, gain, to
-    out = _kernels().norm_codes_backward(*given, zero_centered=norm.zero_centered, **sums, **around)
+    out = kernels_of("norm").norm_codes_backward(*given, zero_centered=norm.zero_centered, **sums, **around)
     return out, {f"norm.{name[1:]}": getattr(out, name) for name in sums}
 
 
@@ -403,7 +397,7 @@ def gradients_of(
     given = {"dy": "dy", **{name: f"saved.{name}" for name in ("x", *["mean"] * norm.centered, "rstd")}}
     given |= {"weight": "weight.contiguous()"} if weighted else {}
     given |= {name: name for name, there in (("dstream", added), ("seed", dropped)) if there}
-    kernels = _kernels()
+    kernels = kernels_of("norm")
     source.constants["kernel"] = kernels.norm_of(kernels.norm_bwd, [*given], rest)
     found = {**{f"norm.{name}": f"d{name}" for name in owners}, **others}
     sums = [f"{source.put(name)}: out.{result}" for name, result in found.items()]

@@ -10,6 +10,7 @@ A module holds host functions, which are custom ops; their kernels are in the sa
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 from typing import Any
 
@@ -20,6 +21,12 @@ import torch
 def triton_installed() -> bool:
     """Whether Triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
+
+
+@functools.cache
+def kernels_of(name: str) -> Any:
+    """A module of this folder, such as `"c.mask"`; an import statement would cost a call more than the rest of it."""
+    return importlib.import_module(f"{__name__}.{name}")
 
 
 _keys: Any = torch._C._TorchDispatchModeKey  # pyright: ignore[reportPrivateUsage]

@@ -7,7 +7,6 @@ masked. So forward and backward may use different kernels, and nothing of size S
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, Literal
@@ -20,7 +19,7 @@ from .. import env
 from ..compiler import CompileError
 from ..group import divided
 from ..hardware import C_ATTENTION_WORTHWHILE
-from ..kernels import recording, triton_installed
+from ..kernels import kernels_of, recording, triton_installed
 from . import _sdpa
 from ._philox import drop_mask, drop_spans, gave_up, has_c, masked, watched
 from ._tensors import stats_dtype, unflatten
@@ -127,7 +126,7 @@ class Scores:
             return False
         if stats_dtype(q) is not torch.float32 or not has_c(q):
             return False
-        attention, mask = _c_kernels()
+        attention, mask = kernels_of("c.attention"), kernels_of("c.mask")
         for t in (q, self.seed, self.mask):
             if t is not None and not mask.makes_mask(t):
                 return False
@@ -174,15 +173,6 @@ class Scores:
             mask = (mask if mask.dtype is torch.bool else additive(mask, torch.float32)).resolve_neg()
         limits = {"causal": self.causal, "window": self.window, "softcap": self.softcap}
         return {**limits, "mask": mask, "seed": self.seed, "p": self.p}
-
-
-# An import statement would make each call slower.
-@functools.cache
-def _c_kernels() -> Any:
-    """The modules of the C kernels for attention and masks."""
-    from ..kernels.c import attention, mask
-
-    return attention, mask
 
 
 def decoding_kernels_run(x: Tensor, size: int) -> bool:
@@ -298,16 +288,14 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     if kernel == "blocks":
         return attend_blocks(qkv, how)
     if kernel == "triton":
-        from ..kernels.attention import attention_fwd
-
-        return attention_fwd(q, k, v, how.scale, **how.arguments())
+        return kernels_of("attention").attention_fwd(q, k, v, how.scale, **how.arguments())
     if kernel in _sdpa.BACKENDS:
         y, lse, state = _sdpa.forward(*qkv, kernel, how.scale, how.causal, how.window, how.cu_seqlens, how.p)
         how.seed = state if how.p else how.seed
         return y, lse
     _held: Tensor | None = None
     if kernel == "c":
-        in_c, _ = _c_kernels()
+        in_c = kernels_of("c.attention")
         if type(q) is Tensor:
             return in_c.attention_on_cpu(q, k, v, how.scale, **how.arguments_in_c())
         _held = in_c.scratch(*qkv)  # a plan reads only bytes, shapes and FLOPs, which are those of torch's kernel
@@ -360,13 +348,11 @@ def attend_backward(
     it is summed over broadcast dimensions, float32 [B, H, S, N].
     """
     if kernel == "triton":
-        from ..kernels.attention import attention_bwd
-
         assert y is not None
-        attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
+        kernels_of("attention").attention_bwd(dy, *qkv, y, lse.contiguous(), out, how.scale, **how.arguments())
         return
     if kernel == "c":
-        _c_kernels()[0].attention_on_cpu_bwd(dy, *qkv, out, how.scale, dmask=dmask, **how.arguments_in_c())
+        kernels_of("c.attention").attention_on_cpu_bwd(dy, *qkv, out, how.scale, dmask=dmask, **how.arguments_in_c())
         return
     assert y is not None
     assert how.cu_seqlens is not None

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import env
 from ..compiler import CompileError, ask, is_collecting
 from ..hardware import ONEDNN_FLOAT32_NEW
-from ..kernels import triton_installed
+from ..kernels import kernels_of, triton_installed
 from ..traffic import FLOPS
 from ._mm import PLAIN, linear_into, mm
 from ._philox import gave_up, has_c, watched
@@ -147,7 +147,7 @@ def _forward(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) ->
         return forward_unread(x, weight, offsets, bias)
     if _is_in_c(x, weight, weight.shape[1], offsets):
         try:
-            return _c().linear_of_groups(x, weight, offsets, bias, env.GROUPS_IN_C)
+            return kernels_of("c.grouped").linear_of_groups(x, weight, offsets, bias, env.GROUPS_IN_C)
         except CompileError as error:
             gave_up("GroupedLinear", error)
     y, sizes = x.new_empty(x.shape[0], weight.shape[1]), _sizes(offsets, x.shape[0])
@@ -167,16 +167,8 @@ def _is_in_c(x: Tensor, other: Tensor, columns: int, offsets: Tensor) -> bool:
     float32 = x.dtype is torch.float32 and other.dtype is torch.float32
     if not (few and float32 and has_c(x) and type(x) in PLAIN and type(other) in PLAIN):
         return False
-    c = _c()
+    c = kernels_of("c.grouped")
     return 0 < elements <= c.MOST and 0 < others <= c.MOST and c.sgemm() != 0 and offsets.dtype in _WHOLE
-
-
-# An import statement would cost more than the rest of the call's Python.
-@functools.cache
-def _c() -> Any:
-    from ..kernels.c import grouped
-
-    return grouped
 
 
 def _ends(offsets: Tensor, rows: int) -> Tensor:
@@ -194,9 +186,7 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
     rows = x.shape[0]
     if not _takes(x, weight):
         if _in_triton(x):
-            from ..kernels.grouped import grouped_gemm
-
-            return grouped_gemm(_with_rows(x), weight, offsets, bias, tf32=tf32(x))
+            return kernels_of("grouped").grouped_gemm(_with_rows(x), weight, offsets, bias, tf32=tf32(x))
         return plain(x, weight, offsets, bias)
     y = F.grouped_mm(_row_major(x), _of_weights(weight).mT, offs=_ends(offsets, rows))
     return finished(y, offsets, bias)
@@ -205,9 +195,7 @@ def forward_unread(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | No
 def finished(y: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
     """Adds the biases of the groups to the result of torch's grouped GEMM, and sets rows without a group to zero."""
     if _in_triton(y):
-        from ..kernels.grouped import finish_rows_
-
-        finish_rows_(y, offsets, bias)
+        kernels_of("grouped").finish_rows_(y, offsets, bias)
         return y.contiguous()  # torch pads rows to 16 bytes
     if bias is not None:
         y = y + bias.index_select(0, group_at(offsets, len(y)).clamp(max=bias.shape[0] - 1))
@@ -219,7 +207,7 @@ def _weight_grad(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
         return weight_grad_unread(dy, x, offsets)
     if _is_in_c(x, dy, dy.shape[1], offsets):
         try:
-            return _c().outer_of_groups(dy, x, offsets, env.GROUPS_IN_C)
+            return kernels_of("c.grouped").outer_of_groups(dy, x, offsets, env.GROUPS_IN_C)
         except CompileError as error:
             gave_up("GroupedLinear", error)
     made, sizes = x.new_empty(len(offsets), dy.shape[1], x.shape[1]), _sizes(offsets, x.shape[0])
@@ -236,9 +224,7 @@ def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_weight_grad` on any device without reading offsets on the host."""
     rows = x.shape[0]
     if _in_triton(x) and not (_takes(dy, x) and _writes_empty_groups(x.device)):
-        from ..kernels.grouped import grouped_outer
-
-        return grouped_outer(_with_rows(dy), _with_rows(x), offsets, tf32=tf32(x))
+        return kernels_of("grouped").grouped_outer(_with_rows(dy), _with_rows(x), offsets, tf32=tf32(x))
     if _takes(dy, x):
         return F.grouped_mm(_row_major(dy).mT, _row_major(x), offs=_ends(offsets, rows))
     return torch.stack([mm(torch.where(own, dy, 0).mT, torch.where(own, x, 0)) for own in of_group(offsets, rows)])
@@ -247,9 +233,7 @@ def weight_grad_unread(dy: Tensor, x: Tensor, offsets: Tensor) -> Tensor:
 def bias_grad_unread(dy: Tensor, offsets: Tensor) -> Tensor:
     """`grouped_bias_grad` on any device without reading offsets on the host."""
     if _in_triton(dy):
-        from ..kernels.grouped import group_sums
-
-        return group_sums(_with_rows(dy), offsets)
+        return kernels_of("grouped").group_sums(_with_rows(dy), offsets)
     return torch.stack([torch.where(own, dy, 0).sum(0) for own in of_group(offsets, dy.shape[0])])
 
 
@@ -275,8 +259,9 @@ def _operator(name: str, function: Callable[..., Tensor], fake: Callable[..., Te
 
 
 def _forward_like(x: Tensor, weight: Tensor, offsets: Tensor, bias: Tensor | None) -> Tensor:
-    if is_collecting() and x.is_cpu and x.dtype is torch.float32 and _c().sgemm():
-        for kernel in (*map(_c().linear_kernel, {False, bias is not None}), _c().outer_kernel()):
+    c = kernels_of("c.grouped") if is_collecting() and x.is_cpu and x.dtype is torch.float32 else None
+    if c is not None and c.sgemm():
+        for kernel in (*map(c.linear_kernel, {False, bias is not None}), c.outer_kernel()):
             ask(kernel.source)
     return x.new_empty(x.shape[0], weight.shape[1])
 

@@ -19,7 +19,7 @@ from torch import Tensor
 from .. import recipes
 from ..casts import autocasting
 from ..fake import of_shapes
-from ..kernels import triton_installed
+from ..kernels import kernels_of, triton_installed
 from ..maingrad import Accumulated, accumulated
 from ..quantized import Operand, Quantize, Quantized
 from ..recipes import MULTIPLE, Recipe, Role, largest_of_groups
@@ -218,9 +218,7 @@ def kernels_for(x: Tensor, columns: bool) -> Any:
 def _kernels_on(device: torch.device) -> Any:
     if not triton_installed() or torch.version.hip or _capability(device) < (8, 9):  # without instructions for e4m3
         return None
-    from ..kernels import quantize
-
-    return quantize
+    return kernels_of("quantize")
 
 
 def linear_in_8_bits(

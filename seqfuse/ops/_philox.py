@@ -14,7 +14,7 @@ from torch import Tensor
 from ..compiler import CompileError, give_up
 from ..env import kernels_on
 from ..errors import FallbackWarning, device_is_lost
-from ..kernels import triton_installed
+from ..kernels import kernels_of, triton_installed
 
 _LOW = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
@@ -47,7 +47,7 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
         return torch.empty(shape, dtype=torch.bool, device="meta")  # a plan reads only the shape
     if p < 1 and runs_in_c(seed):
         try:
-            return _c_mask().mask_on_cpu(seed, shape, p)
+            return kernels_of("c.mask").mask_on_cpu(seed, shape, p)
         except CompileError as error:
             gave_up("Dropout", error)
     return mask_by_torch(seed, shape, p)
@@ -88,9 +88,7 @@ def dropped(x: Tensor, seed: Tensor, p: float, upscale: bool) -> Tensor | None:
     if watched():
         return None
     try:
-        from ..kernels import pointwise
-
-        return pointwise.pointwise(x.contiguous(), _chain(p, upscale), (seed,))[0]
+        return kernels_of("pointwise").pointwise(x.contiguous(), _chain(p, upscale), (seed,))[0]
     except torch.OutOfMemoryError:
         raise
     except Exception as error:
@@ -117,20 +115,12 @@ def has_c(t: Tensor) -> bool:
 
 def runs_in_c(t: Tensor) -> bool:
     """Whether a C kernel may read the tensor now: C kernels are available, and nothing records calls."""
-    return not watched() and has_c(t) and _c_mask().makes_mask(t)
-
-
-@functools.cache
-def _c_mask() -> Any:
-    from ..kernels.c import mask
-
-    return mask
+    return not watched() and has_c(t) and kernels_of("c.mask").makes_mask(t)
 
 
 @functools.lru_cache(256)
 def _chain(p: float, upscale: bool) -> Any:
-    from ..kernels import pointwise
-
+    pointwise = kernels_of("pointwise")
     return pointwise.Chain(pointwise.dropout(p, upscale))
 
 
@@ -168,7 +158,7 @@ def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
     """Spans of the mask of `drop_mask`: bool [n, length], row j from element `starts[j]` on, in contiguous order."""
     if p < 1 and runs_in_c(seed):
         try:
-            return _c_mask().mask_on_cpu(seed, (starts.shape[0], length), p, starts)
+            return kernels_of("c.mask").mask_on_cpu(seed, (starts.shape[0], length), p, starts)
         except CompileError as error:
             gave_up("Dropout", error)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)

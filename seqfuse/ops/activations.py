@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from .. import pointwise as sf
 from ..hardware import GELU_BESIDE_TORCH
+from ..kernels import kernels_of
 from ._tensors import real
 
 # ATen operators without a public name in `torch`; not as overloads, which forward every argument in Python.
@@ -37,14 +37,7 @@ class DeviceFunction:
     def __get__(self, operation: Any, kind: type) -> Any:
         if operation is None:
             return self
-        return getattr(_activations()[self.name or operation.device_name], self.part)
-
-
-@functools.cache
-def _activations() -> dict[str, Any]:
-    from ..kernels.activations import ACTIVATIONS
-
-    return ACTIVATIONS
+        return getattr(kernels_of("activations").ACTIVATIONS[self.name or operation.device_name], self.part)
 
 
 def device_functions(name: str | None = None) -> tuple[Any, Any]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
@@ -15,7 +14,7 @@ from ..casts import dtype_of
 from ..compiler import CompileError
 from ..env import Env
 from ..errors import InputError
-from ..kernels import triton_installed
+from ..kernels import kernels_of, triton_installed
 from ._grouped import inside, is_watched, last
 from ._mm import linear, mm
 from ._parameters import parameter, required, reset_linear
@@ -39,21 +38,6 @@ def _by_kernel(x: Tensor, run: Callable[[], T]) -> T | None:
     except CompileError as error:
         gave_up("experts", error)
         return None
-
-
-# Import statements would cost a call more than the rest of its Python.
-@functools.cache
-def _of_pairs() -> Any:
-    from ..kernels import permute
-
-    return permute
-
-
-@functools.cache
-def _of_route() -> Any:
-    from ..kernels import route
-
-    return route
 
 
 class Route(sf.UnfusedOperation):
@@ -193,7 +177,7 @@ class Route(sf.UnfusedOperation):
         logits = self._logits(x, weight, parameter(self, "bias"))
         experts = self.chosen(logits)
         rows, chosen = logits.reshape(-1, self.experts), experts.reshape(-1, self.top_k)
-        probs = _by_kernel(logits, lambda: _of_route().route_factors(rows, chosen, **self._of_kernels))
+        probs = _by_kernel(logits, lambda: kernels_of("route").route_factors(rows, chosen, **self._of_kernels))
         if probs is None:
             probs = self._factors(self._scores(rows).gather(-1, chosen))
         made = {"experts": experts, "probs": probs.view(experts.shape)}
@@ -230,7 +214,7 @@ class Route(sf.UnfusedOperation):
         rows, chosen, d = logits.reshape(-1, self.experts), *(t.reshape(-1, self.top_k) for t in (experts, d_probs))
 
         def run() -> Tensor:
-            return _of_route().route_gradients(d.contiguous(), rows, chosen, dtype=of, **self._of_kernels)
+            return kernels_of("route").route_gradients(d.contiguous(), rows, chosen, dtype=of, **self._of_kernels)
 
         made = _by_kernel(logits, run)
         if made is not None:
@@ -357,7 +341,7 @@ class Permute(sf.UnfusedOperation):
 
         def run() -> tuple[Tensor, Tensor, Tensor]:
             if x.is_cpu:
-                rows, offsets = _of_pairs().sorted_pairs(experts.to(torch.int64), self.experts)
+                rows, offsets = kernels_of("permute").sorted_pairs(experts.to(torch.int64), self.experts)
             else:
                 _, rows, offsets = self.sorted(experts)
             return _copied(x, rows, offsets), offsets, rows
@@ -411,7 +395,7 @@ def sorted_rows(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
 def _copied(x: Tensor, rows: Tensor, offsets: Tensor) -> Tensor:
     """`sorted_rows` by a kernel."""
     size, top_k = x.shape[-1], rows.shape[-1]
-    y = _of_pairs().spread_rows(_flat(x, size), _flat(rows, top_k), offsets)[0]
+    y = kernels_of("permute").spread_rows(_flat(x, size), _flat(rows, top_k), offsets)[0]
     return y.view(*x.shape[:-1], top_k, size)
 
 
@@ -438,7 +422,7 @@ def summed(x: Tensor, rows: Tensor, offsets: Tensor, probs: Tensor | None) -> Te
 
     def run() -> Tensor:
         factors = None if probs is None else probs.reshape(-1, top_k).contiguous()
-        return _of_pairs().gather_rows(_flat(x, size), _flat(rows, top_k), offsets, factors=factors)
+        return kernels_of("permute").gather_rows(_flat(x, size), _flat(rows, top_k), offsets, factors=factors)
 
     y = _by_kernel(x, run)
     return gathered(x, rows, offsets, probs) if y is None else y.view(*rows.shape[:-1], size)
@@ -551,7 +535,7 @@ class Unpermute(sf.UnfusedOperation):
 
         def run() -> tuple[Tensor | None, Tensor | None]:
             factors = None if probs is None else probs.contiguous()
-            return _of_pairs().spread_rows(flat, at, saved.offsets, factors=factors, other=x, **given)
+            return kernels_of("permute").spread_rows(flat, at, saved.offsets, factors=factors, other=x, **given)
 
         made = _by_kernel(dy, run)
         dx, dprobs = _spread(flat, at, saved.offsets, probs, x, **given) if made is None else made

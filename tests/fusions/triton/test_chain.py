@@ -26,8 +26,8 @@ from seqfuse.fusions import (
     PointwiseChainJoint,
     chain,
 )
-from seqfuse.fusions.chain import chain_of, pointwise_maker
-from seqfuse.kernels import activations
+from seqfuse.fusions.chain import chain_of
+from seqfuse.kernels import activations, kernels_of
 from seqfuse.testing import seeded_randn
 from tests.watching import saving
 
@@ -128,7 +128,7 @@ def test_an_activation_with_other_numbers_is_another_one(device: torch.device):
         seeded_randn((3, 8), 0).to(device),
         cast(Any, (activations.constant_factor(1.0), activations.constant_factor(2.0))),
     )
-    one, two = (pointwise_maker()(chain_of([("gated", act)]))(x)[0] for act in acts)
+    one, two = (kernels_of("pointwise").pointwise_of(chain_of([("gated", act)]))(x)[0] for act in acts)
     assert torch.equal(two, 2 * one)
 
 
