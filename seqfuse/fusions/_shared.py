@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,7 @@ from ..errors import InputError
 from ..fusion import Requirements
 from ..hardware import STEP
 from ..kernels import kernels_of
+from ..operation import UnfusedOperation
 from ..ops import Add, Bias, GroupedLinear, Linear, MergedLinear, Scale
 from ..ops._mm import addmm, mm
 from ..ops._mm import linear as gemm
@@ -143,6 +144,13 @@ def own_records(parts: Sequence[Pointwise | Scale], x: Tensor, factors: Sequence
             records.append(part.record(x, y))
             x = y
     return tuple(records)
+
+
+def with_parameters(operation: UnfusedOperation, tensors: Mapping[str, Tensor | None]) -> Any:
+    """A copy of an operation with these parameters, such as the saved ones, which need not be its current ones."""
+    copy: Any = object.__new__(type(operation))
+    copy.__dict__.update(operation.__dict__, _parameters={**operation._parameters, **tensors})  # pyright: ignore[reportPrivateUsage]
+    return copy
 
 
 def linear_of(linear: Linear, bias: Bias | None) -> Callable[[Tensor], tuple[Tensor, Linear.Saved]]:

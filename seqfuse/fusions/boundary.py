@@ -19,16 +19,14 @@ from ..ops._parameters import parameter
 from ..ops.experts import dtype_of_sums
 from ..pointwise import Pointwise
 from ..quantized import COLUMNS, Quantize, Quantized
-from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, sum_dtype
+from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, own_records, sum_dtype, with_parameters
 from .norm import (
     NormRecord,
-    bias_of_norm,
     gives_own,
     gradients_of,
     is_worthwhile,
     norm_bwd_to,
     norm_fits,
-    norm_records,
     norm_to,
     recorded_bwd,
     run_decided,
@@ -312,7 +310,7 @@ class BlockBoundaryActivation(JointFusion):
         assert out.stream is not None
         saved = self.Saved(
             z=out.stream, mean=out.mean, rstd=out.rstd, weight=parameter(self.norm, "weight"),
-            shift=bias_of_norm(self.norm),
+            shift=parameter(self.norm, "bias"),
             seed=seed, p=0.0 if self.dropout is None else self.dropout.p, factors=factors,
         )  # fmt: skip
         return out.y, {} if self.fork is None else {"fork_out": out.stream}, saved
@@ -337,8 +335,8 @@ class BlockBoundaryActivation(JointFusion):
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """The `Saved` of each operation, for the unfused backward pass."""
-        statistics = saved.mean, saved.rstd, saved.weight, saved.shift
-        own = norm_records(self.norm, self.acts, saved.z, *statistics, saved.factors)
+        z, record = with_parameters(self.norm, {"weight": saved.weight, "bias": saved.shift}).fwd(saved.z)
+        own: dict[str, Any] = {"norm": record, "acts": own_records(self.acts, z, saved.factors)}
         return own if self.dropout is None else {**own, "dropout": Dropout.Saved(seed=saved.seed, p=saved.p)}
 
 

@@ -22,7 +22,7 @@ from ..ops._parameters import parameter
 from ..ops.experts import by_pair, by_row, sorted_rows, summed
 from ..pointwise import Gated
 from ..traffic import gain
-from ._shared import act_fits, kernels_read, kernels_run, numbers_of
+from ._shared import act_fits, kernels_read, kernels_run, numbers_of, with_parameters
 from .boundary import boundary_around, boundary_fits, experts_bwd, pairs_of
 from .gated import gated_kernel
 from .norm import NormRecord, run_norm
@@ -232,7 +232,7 @@ class _FactorsBeforeGEMM(JointFusion):
     def unfused(self, saved: Any) -> dict[str, Any]:
         """The `Saved` of each operation, for the unfused backward pass."""
         h, of_gated = self.gated.fwd(saved.x)
-        y, of_linear = self.linear.run(h, saved.offsets)
+        y, of_linear = with_parameters(self.linear, {"weight": saved.weight}).run(h, saved.offsets)
         probs = by_pair(saved.scales, saved.rows)
         back = Unpermute.Saved(x=y, probs=probs, rows=saved.rows, offsets=saved.offsets)
         return {"gated": of_gated, "linear": of_linear, "unpermute": back}

@@ -128,7 +128,7 @@ class ActivationLinearJoint(JointFusion):
 
     def unfused(self, saved: Saved) -> dict[str, context.Saved]:
         """The `Saved` of each operation, for the unfused backward pass."""
-        h, act = self.act.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
+        h, act = self.act.fwd(saved.x if saved.bias is None else saved.x + saved.bias.to(saved.x.dtype))
         kept: Any = vars(saved).get  # fields that no gradient reads were dropped
         return {"act": act, "linear": Linear.Saved(x=h, weight=kept("weight"))}
 

@@ -132,7 +132,7 @@ class BiasGatedScale(JointFusion):
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """The `Saved` of each operation, for the unfused backward pass."""
-        h, gated = self.gated.fwd(saved.x if self.bias is None else self.bias.fwd(saved.x)[0])
+        h, gated = self.gated.fwd(saved.x if saved.bias is None else saved.x + saved.bias.to(saved.x.dtype))
         return {"gated": gated, "scale": TokenScale.Saved(x=h, scales=saved.scales)}
 
 

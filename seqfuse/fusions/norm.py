@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
@@ -30,6 +30,7 @@ from ._shared import (
     kernels_read,
     kernels_run,
     own_records,
+    with_parameters,
 )
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class NormActivationJoint(JointFusion):
             mean=out.mean,
             rstd=out.rstd,
             weight=parameter(norm, "weight"),
-            bias=bias_of_norm(norm),
+            bias=parameter(norm, "bias"),
             factors=factors,
         )
         return out.y, saved
@@ -172,42 +173,8 @@ class NormActivationJoint(JointFusion):
 
     def unfused(self, saved: Saved) -> dict[str, Any]:
         """The `Saved` of each operation, for the unfused backward pass."""
-        statistics = saved.mean, saved.rstd, saved.weight, saved.bias
-        return norm_records(self.norm, self.acts, saved.x, *statistics, saved.factors)
-
-
-def norm_records(
-    norm: LayerNorm | RMSNorm,
-    acts: Sequence[Pointwise | Scale],
-    x: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    factors: Sequence[float],
-) -> dict[str, Any]:
-    """The `Saved` of slots `norm` and `acts`, where the norm's output was not saved."""
-    record = _record(x, mean, rstd, weight)
-    z = _normalized(x, rstd, norm.zero_centered, mean, weight, bias)
-    return {"norm": record, "acts": own_records(acts, z, factors)}
-
-
-def _normalized(
-    x: Tensor,
-    rstd: Tensor,
-    about_one: bool,
-    mean: Tensor | None,
-    weight: Tensor | None,
-    bias: Tensor | None,
-) -> Tensor:
-    """The norm's output from its statistics, computed in their dtype and rounded to the dtype of x."""
-    stats = rstd.dtype
-    z = x.to(stats) if mean is None else x.to(stats) - mean.unsqueeze(-1)
-    z = z * rstd.unsqueeze(-1)
-    if weight is not None:
-        gain = weight.to(stats) + 1 if about_one else weight.to(stats)
-        z = z * gain if bias is None else torch.addcmul(bias.to(stats), z, gain)
-    return z.to(x.dtype)
+        z, record = with_parameters(self.norm, {"weight": saved.weight, "bias": saved.bias}).fwd(saved.x)
+        return {"norm": record, "acts": own_records(self.acts, z, saved.factors)}
 
 
 def norm_fits(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
@@ -218,11 +185,6 @@ def norm_fits(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
     yield 0 < width <= NORM_COLUMNS, f"its kernel is for 1 to {NORM_COLUMNS:,} columns, not {width:,}"
     for name in ("weight", "bias"):
         yield from kernels_read(name, dtype_of(norm, name), env)
-
-
-def bias_of_norm(norm: LayerNorm | RMSNorm) -> Tensor | None:
-    """The bias of a norm, if it has one."""
-    return parameter(norm, "bias")
 
 
 def eps_of(norm: LayerNorm | RMSNorm, x: Tensor) -> float:
@@ -238,7 +200,7 @@ def gives_own(norm: LayerNorm | RMSNorm, env: Env) -> Requirements:
 def run_norm(norm: LayerNorm | RMSNorm, x: Tensor, **around: Any) -> tuple[Normed, NormRecord]:
     """Run the norm with the operations `around` it (arguments of the kernel); also returns the norm's `Saved`."""
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
-    gain, bias = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm))
+    gain, bias = _in_one_piece(weight), _in_one_piece(parameter(norm, "bias"))
     out = kernels_of("norm").norm_fwd(x, gain, bias, eps_of(norm, x), **kind, **around)
     return out, _record(x if out.stream is None else out.stream, out.mean, out.rstd, weight)
 
@@ -292,7 +254,7 @@ def norm_to(
         return out.y, out.stream, record
     wanted, newest = as_codes(to, x)
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
-    gain, bias, eps = _in_one_piece(weight), _in_one_piece(bias_of_norm(norm)), eps_of(norm, x)
+    gain, bias, eps = _in_one_piece(weight), _in_one_piece(parameter(norm, "bias")), eps_of(norm, x)
     out = kernels_of("norm").norm_codes(x, gain, bias, eps, wanted, largest=newest, **kind, **around)
     assert out.rstd is not None
     y = as_quantized(out.codes, wanted, x.shape, around["dtype"] or x.dtype, x.device)

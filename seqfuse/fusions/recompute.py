@@ -37,7 +37,7 @@ from ..ops.linear import saved_linear
 from ..ops.mergedlinear import saved_merged
 from ..pointwise import Gated, Pointwise
 from ..traffic import unfused
-from ._shared import one_dtype, output_bytes
+from ._shared import one_dtype, output_bytes, with_parameters
 
 
 class _Stage(NamedTuple):
@@ -369,7 +369,7 @@ def _replayed(stages: tuple[_Stage | torch.dtype, ...], whole: bool, x: Tensor, 
             x = again
         else:
             if tensors:
-                operation = _with_parameters(operation, dict(zip(stage.parameters, tensors, strict=True)))
+                operation = with_parameters(operation, dict(zip(stage.parameters, tensors, strict=True)))
             x = operation.fwd(x, **dict(zip(stage.inputs, inputs, strict=True)))[0]
     return x
 
@@ -385,12 +385,5 @@ def _merged(operation: MergedLinear, x: Tensor, tensors: Mapping[str, Tensor], w
     return operation.gemm(x, weights, biases)
 
 
-def _with_parameters(operation: UnfusedOperation, tensors: Mapping[str, Tensor | None]) -> Any:
-    """A copy of an operation with these parameters."""
-    copy: Any = object.__new__(type(operation))
-    copy.__dict__.update(operation.__dict__, _parameters={**operation._parameters, **tensors})  # pyright: ignore[reportPrivateUsage]
-    return copy
-
-
 def _without_parameters(operation: UnfusedOperation) -> UnfusedOperation:
-    return _with_parameters(operation, dict.fromkeys(operation._parameters))  # pyright: ignore[reportPrivateUsage]
+    return with_parameters(operation, dict.fromkeys(operation._parameters))  # pyright: ignore[reportPrivateUsage]
