@@ -141,6 +141,17 @@ _FRESH = {
 }  # fmt: skip
 
 
+def is_fresh(changed: Node, node: Node) -> bool:
+    """Whether a tensor that is changed in place was made by a call and is read by nobody else."""
+    fresh = {"linear", "dropout", "layer_norm", "addmm", "matmul", "gelu", "add", "mul"}
+    while list(changed.users) == [node]:
+        source = is_same(changed)
+        if source is None:
+            return spelled(changed) in fresh and not in_place(changed) and example(changed) is not None
+        changed, node = source, changed
+    return False
+
+
 def views_are_changed(node: Node) -> bool:
     """Whether a node's result, or a possible view of it, is modified in place.
 

@@ -12,10 +12,11 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from .effects import State, are_changed, in_place, keeps_gradient, leave, states
+from .effects import State, are_changed, in_place, is_fresh, keeps_gradient, leave, states
 from .graph import (
     VIEWS,
     argument,
+    arguments,
     back,
     called,
     example,
@@ -467,12 +468,21 @@ def _linear(node: Node, write: Writer) -> Node | None:
 
 
 def _activation(node: Node, write: Writer) -> Node | None:
-    """An in-place activation of a GEMM's result as an out-of-place one, if nothing else reads the result."""
+    """An in-place activation of a new tensor that nothing else reads as an out-of-place one."""
     x: Any = argument(node, 0, "input")
-    fresh = spelled(x) in ("linear", "matmul", "addmm") and list(x.users) == [node]
-    if not argument(node, 1, "inplace", False) or not fresh:
+    if not argument(node, 1, "inplace", False) or not is_fresh(x, node):
         return None
     return write(f"F.{spelled(node)}", x)
+
+
+def _dropout(node: Node, write: Writer) -> Node | None:
+    """An in-place dropout that is inactive, or of a new tensor that nothing else reads, as an out-of-place one."""
+    x, p, training, inplace = arguments(node, "input", "p", "training", "inplace")
+    if not inplace:
+        return _of_merged(node, write)
+    if is_same(node) is None and not is_fresh(x, node):
+        return None
+    return write("F.dropout", x, 0.5 if p is None else p, training is not False)
 
 
 def _view(node: Node, write: Writer) -> Node | None:
@@ -551,9 +561,10 @@ _RULES: dict[str, Rule] = {
     "bmm": _bmm,
     "matmul": _matmul,
     "linear": _linear,
-    **dict.fromkeys(("softmax", "dropout", "add", "mul", "truediv", "to", "float", "type"), _of_merged),
+    **dict.fromkeys(("softmax", "add", "mul", "truediv", "to", "float", "type"), _of_merged),
     "type_as": _type_as,
     **dict.fromkeys(("relu", "silu"), _activation),
+    "dropout": _dropout,
     **dict.fromkeys(("view", "reshape", "transpose"), _view),
     "getitem": _getitem,
     "cat": _cat,

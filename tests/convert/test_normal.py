@@ -251,6 +251,14 @@ PRODUCTS: dict[str, tuple[Spelling, str]] = {
         lambda m, x: m.b((lambda a, b: a * F.gelu(b))(*m.up(x).chunk(2, -1))), "GEGLU"
     ),
     "relu in place": (lambda m, x: m.b(F.relu(m.a(x), inplace=True)), "ReLU"),
+    "relu in place of a sum": (lambda m, x: m.b(F.relu(m.a(x) + m.c(x), inplace=True)), "ReLU"),
+    "dropout in place": (lambda m, x: m.b(x + F.dropout(F.gelu(m.a(x)), 1.0, inplace=True)), "Dropout"),
+    "dropout in place that is off": (
+        lambda m, x: (
+            F.dropout(((h := m.a(x).view(2, 4, 2, 4).transpose(1, 2)) @ h.mT).softmax(-1), 0.0, False, True) @ h
+        ).transpose(1, 2).flatten(2),
+        "CrossAttention",
+    ),
     "glu": (lambda m, x: m.b(F.glu(m.up(x))), "GLU"),
 }  # fmt: skip
 
@@ -278,6 +286,7 @@ NEARLY: dict[str, Spelling] = {
     "normalize by another norm": lambda m, x: F.normalize(m.a(x), p=1.0, dim=-1),
     "normalize of zeros": lambda m, x: F.normalize(m.a(x) * 0, dim=-1) * 8**0.5 * m.w,
     "relu in place of what is read again": lambda m, x: (lambda h: F.relu(h, inplace=True) + h)(m.a(x)),
+    "dropout in place of what is read again": lambda m, x: (lambda h: F.dropout(h, 1.0, inplace=True) + h)(m.a(x)),
     "relu in place of a view": lambda m, x: (lambda h: F.relu(h.mT, inplace=True).mT * h)(m.a(x)),
     "a clone that is changed": lambda m, x: (lambda h: h.clone().mul_(2) + h.clone())(m.a(x)),
     "equal calls of what changes": lambda m, x: (lambda h: (h * 2) + h.add_(1) * 2 + h * 2)(m.a(x)),

@@ -13,7 +13,7 @@ from torch.fx import GraphModule, Node
 from ... import ops
 from ...operation import FusableOperation
 from ..dtensor import COLLECTIVES, collective
-from ..effects import in_place, is_state
+from ..effects import in_place, is_fresh, is_state
 from ..experts import ACTIVATIONS, has_slope, made, unit_like
 from ..graph import (
     CASTS,
@@ -147,7 +147,7 @@ def raise_add(node: Node) -> Found:
     pair = operands(node, "add") or operands(node, "iadd")
     if pair is None or not all(_fits(p, node) for p in pair):
         return None
-    if in_place(node) and not (spelled(node) == "iadd" and alike(*pair) and _is_fresh(pair[0], node)):
+    if in_place(node) and not (spelled(node) == "iadd" and alike(*pair) and is_fresh(pair[0], node)):
         return None
     return _beside(ops.Add, *pair, node)
 
@@ -156,17 +156,6 @@ def _fits(term: Any, total: Node) -> bool:
     """Whether a term has the shape of a sum, and a dtype of floating-point numbers."""
     a, b = example(term), example(total)
     return a is not None and b is not None and a.is_floating_point() and same_shape(a.shape, b.shape)
-
-
-def _is_fresh(changed: Node, node: Node) -> bool:
-    """Whether a tensor that is changed in place was made by a call and is read by nobody else."""
-    fresh = {"linear", "dropout", "layer_norm", "addmm", "matmul", "gelu", "add", "mul"}
-    while list(changed.users) == [node]:
-        source = is_same(changed)
-        if source is None:
-            return spelled(changed) in fresh and not in_place(changed) and example(changed) is not None
-        changed, node = source, changed
-    return False
 
 
 def raise_collective(node: Node) -> Found:
