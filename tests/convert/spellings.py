@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from seqfuse.ops.mergedlinear import MAX_PARTS
 
-from .recording import Replayed
+from .comparing import Replayed
 
 S = F.scaled_dot_product_attention
 Spelling = Callable[["Layers", Tensor], Any]

@@ -19,8 +19,7 @@ from seqfuse.convert.effects import in_place
 from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 from . import spellings_in_place as spellings_in_place  # adds to CASES
-from .comparing import assert_equal, assert_same, assert_same_recorded, passes
-from .recording import Replayed, recorded
+from .comparing import Replayed, assert_equal, assert_same, assert_same_recorded, passes, recorded
 from .spellings import CASES, Layers, Spelling, joined, operations, qkv, rms
 
 # What cannot be recorded, what is recorded in another form than Dynamo captures, and one model of each kind.

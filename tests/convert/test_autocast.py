@@ -13,8 +13,8 @@ import seqfuse as sf
 from seqfuse.convert import Conversion
 from seqfuse.testing import seeded_randn
 
+from .comparing import Replayed
 from .families import FAMILIES, randomized, tensor_of
-from .recording import Replayed
 
 
 def passes(model: nn.Module | Replayed, inputs: dict[str, Any], autocast: bool) -> dict[str, Tensor]:

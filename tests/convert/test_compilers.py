@@ -14,8 +14,7 @@ from seqfuse.convert import backend as seqfuse_backend
 from seqfuse.convert.capture import compiled_rest
 from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
-from .comparing import assert_equal, assert_same, passes
-from .recording import recorded
+from .comparing import assert_equal, assert_same, passes, recorded
 from .residual import Block, Net, X, chains, pair
 
 

@@ -25,8 +25,8 @@ from torch.fx import GraphModule
 import seqfuse as sf
 from seqfuse.convert import Conversion, GraphReport
 from seqfuse.convert.rewrite import RewriteOptions, rewrite
+from tests.convert.comparing import given, recorded
 from tests.convert.drawing import Drawn, Model, drawn
-from tests.convert.recording import given, recorded
 
 Place = tuple[str, Any]
 

@@ -10,9 +10,8 @@ import torch
 import seqfuse as sf
 from seqfuse.convert.rewrite import RewriteOptions
 
-from .comparing import assert_close
+from .comparing import Replayed, assert_close
 from .families import FAMILIES, passes, randomized, tensor_of
-from .recording import Replayed
 
 # A graph that is recorded costs a tenth of one that Dynamo captures; these have what is recorded otherwise, or not at
 # all: outputs beside the one looked at, and tensors that are changed in place.

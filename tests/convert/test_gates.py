@@ -15,8 +15,8 @@ import seqfuse as sf
 from seqfuse.convert.rewrite import RewriteOptions
 from tests.watching import bytes_of, saving
 
+from .comparing import Replayed
 from .families import FAMILIES, randomized, tensor_of, transformers
-from .recording import Replayed
 
 _SIZES = {"vocab_size": 32, "num_attention_heads": 4, "hidden_size": 64, "use_cache": False, "pad_token_id": 0}
 

@@ -13,8 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from seqfuse import ops
 from seqfuse.testing import seeded_randn
 
-from .comparing import assert_same, assert_same_recorded
-from .recording import Replayed
+from .comparing import Replayed, assert_same, assert_same_recorded
 from .residual import Adapted
 from .spellings import operations
 

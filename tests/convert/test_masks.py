@@ -16,9 +16,8 @@ from seqfuse.convert import GraphReport
 from seqfuse.convert.masks import Limits, limits_of
 from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
-from .comparing import assert_same, assert_same_recorded
+from .comparing import assert_same, assert_same_recorded, recorded
 from .masks import NEARLY, SPELLINGS, Mask, between, changed, of_huggingface, ones, seen
-from .recording import recorded
 
 S = F.scaled_dot_product_attention
 

@@ -13,8 +13,7 @@ from seqfuse.convert import rewrite
 from seqfuse.convert.rewrite import RewriteOptions
 from seqfuse.testing import seeded_randn
 
-from .comparing import assert_same, assert_same_recorded
-from .recording import Replayed
+from .comparing import Replayed, assert_same, assert_same_recorded
 from .spellings import Layers, Spelling, operations
 
 EPS = 1e-3  # large enough to notice when it is left out

@@ -18,7 +18,7 @@ from seqfuse.plan.schedule import Choice
 from seqfuse.testing import seeded_randn
 
 from ..watching import bytes_of, saving
-from .recording import Replayed
+from .comparing import Replayed
 
 
 class Heads(nn.Module):

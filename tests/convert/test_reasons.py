@@ -16,8 +16,7 @@ from seqfuse.convert.launches import Before, Launches
 from seqfuse.convert.region import CapturedRegion
 from seqfuse.testing import seeded_randn
 
-from .comparing import assert_same_recorded
-from .recording import Replayed
+from .comparing import Replayed, assert_same_recorded
 from .residual import Net
 from .residual import X as ROWS
 from .spellings import Layers, Spelling, joined, qkv

@@ -14,8 +14,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.testing import seeded_randn
 
-from .comparing import assert_same, assert_same_recorded
-from .recording import Replayed
+from .comparing import Replayed, assert_same, assert_same_recorded
 from .spellings import half, operations
 
 ROWS, HEADS, SIZE = 5, 3, 4

@@ -14,8 +14,8 @@ import seqfuse as sf
 from seqfuse.convert import backend
 from seqfuse.convert.region import CapturedRegion
 
-from .recording import given as inputs_of
-from .recording import recorded
+from .comparing import given as inputs_of
+from .comparing import recorded
 
 
 @pytest.mark.parametrize(
