@@ -30,21 +30,6 @@ _PACKAGES = ("seqfuse", "torch", "triton", "numpy", "cyclopts", "rich", "transfo
 _EXAMPLES = 8
 
 
-@dataclasses.dataclass
-class Examination:
-    """The results; `warnings` are sentences about problems."""
-
-    versions: dict[str, str | None]
-    devices: list[dict[str, Any]]
-    settings: dict[str, Any]
-    warnings: list[str]
-    caches: list[dict[str, str]]
-    plugins: list[dict[str, str]]
-    kernels: dict[str, str] = dataclasses.field(default_factory=dict[str, str])
-    can_run: dict[str, list[str]] = dataclasses.field(default_factory=dict[str, list[str]])
-    cannot_run: dict[str, dict[str, list[str]]] = dataclasses.field(default_factory=dict[str, dict[str, list[str]]])
-
-
 def doctor(
     *,
     json: Json = False,
@@ -53,36 +38,37 @@ def doctor(
     """Show devices, versions, caches, plug-ins, and how many fusions can run here; exit 1 if there is a warning."""
     report = examine()
     if json:
-        tell_json({**dataclasses.asdict(report), "executable": sys.executable})
+        tell_json({**report, "executable": sys.executable})
     else:
         show_report(report, verbose)
-    return int(bool(report.warnings))
+    return int(bool(report["warnings"]))
 
 
-def examine() -> Examination:
+def examine() -> dict[str, Any]:
     """Examine everything without importing plug-ins; writes nothing except the C compiler's test file."""
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         known = dataclasses.asdict(settings.__wrapped__())
     versions = {"python": platform.python_version(), **{name: version_of(name) for name in _PACKAGES}}
-    report = Examination(
-        versions={**versions, "CUDA of torch": torch.version.cuda, "driver": driver_version() or None},
-        devices=[*_devices()],
-        settings=known,
-        warnings=[str(one.message) for one in caught],
-        caches=[],
-        plugins=[dataclasses.asdict(plugin) for plugin in plugins.available()],
-    )
-    _caches(report)
+    said = [str(one.message) for one in caught]
+    report: dict[str, Any] = {
+        "versions": {**versions, "CUDA of torch": torch.version.cuda, "driver": driver_version() or None},
+        "devices": [*_devices()],
+        "settings": known,
+        "warnings": said,
+        "caches": [*_caches(said)],
+        "plugins": [dataclasses.asdict(plugin) for plugin in plugins.available()],
+        **{name: dict[str, Any]() for name in ("kernels", "can_run", "cannot_run")},
+    }
     owners: dict[str, list[str]] = {}
-    for plugin in report.plugins:
+    for plugin in report["plugins"]:
         owners.setdefault(plugin["name"], []).append(plugin["distribution"])
     for name, several in owners.items():
         if len(several) > 1:
-            report.warnings.append(f"plug-in {name!r} cannot be loaded: {' and '.join(several)} both offer it")
-    for device in dict.fromkeys(["cpu", *(d["name"] for d in report.devices)]):
-        report.kernels[device] = _kernels(Env.of(device))
-        report.can_run[device], report.cannot_run[device] = _fusions(device)
+            report["warnings"].append(f"plug-in {name!r} cannot be loaded: {' and '.join(several)} both offer it")
+    for device in dict.fromkeys(["cpu", *(d["name"] for d in report["devices"])]):
+        report["kernels"][device] = _kernels(Env.of(device))
+        report["can_run"][device], report["cannot_run"][device] = _fusions(device)
     return report
 
 
@@ -105,7 +91,8 @@ def _kernels(env: Env) -> str:
     return f"none: {why_no_c() if env.device == 'cpu' else 'torch sees no CUDA device'}"
 
 
-def _caches(report: Examination) -> None:
+def _caches(said: list[str]) -> Iterator[dict[str, str]]:
+    """The folders of the user's cache and who may write to them; adds to the warnings."""
     import platformdirs
 
     for name, of in (("tune", "measurements"), ("c", "C kernels")):
@@ -113,11 +100,11 @@ def _caches(report: Examination) -> None:
         try:
             state = "none yet" if store.user_folder(name, create=False) is None else "private"
             if state == "private" and not os.access(path, os.W_OK | os.X_OK):
-                report.warnings.append(f"nothing can be written to {path}")
+                said.append(f"nothing can be written to {path}")
         except OSError as error:
             state = f"not used: {error}"
-            report.warnings.append(f"the cache of {of} is not used: {error}")
-        report.caches.append({"of": of, "path": str(path), "state": state})
+            said.append(f"the cache of {of} is not used: {error}")
+        yield {"of": of, "path": str(path), "state": state}
 
 
 def _fusions(device: str) -> tuple[list[str], dict[str, list[str]]]:
@@ -159,39 +146,39 @@ def _refused(fusion: type[FusedOperation], device: str) -> str | None:
     return reasons[0] if reasons else "it matches none of the examples that were made for it"
 
 
-def show_report(report: Examination, verbose: bool) -> None:
+def show_report(report: dict[str, Any], verbose: bool) -> None:
     """Print a report as text; if `verbose`, with the names of fusions."""
     tell("versions", "bold")
-    for name, version in report.versions.items():
+    for name, version in report["versions"].items():
         tell(f"  {name:<14} {version or 'none'}")
     tell("devices", "bold")
-    for device in report.devices:
+    for device in report["devices"]:
         parts = [device["model"], device.get("arch"), f"{device['bytes'] / 2**30:.0f} GiB" if device["bytes"] else None]
         parts += [f"{device['threads']} threads"] if "threads" in device else []
         tell(f"  {device['name']:<14} {', '.join(p for p in parts if p)}")
-        tell(f"  {'':<14} compiled kernels: {report.kernels[device['name']]}")
+        tell(f"  {'':<14} compiled kernels: {report['kernels'][device['name']]}")
     tell("caches", "bold")
-    for cache in report.caches:
+    for cache in report["caches"]:
         tell(f"  {cache['of']:<17} {cache['path']}: {cache['state']}")
     tell("settings", "bold")
-    for name, value in report.settings.items():
+    for name, value in report["settings"].items():
         tell(f"  SEQFUSE_{name.upper():<14} {int(value) if isinstance(value, bool) else value}")
     tell("plug-ins", "bold")
-    for plugin in report.plugins:
+    for plugin in report["plugins"]:
         tell(f"  {plugin['name']} ({plugin['distribution']} {plugin['version']}, {plugin['value']})")
-    if not report.plugins:
+    if not report["plugins"]:
         tell("  none is installed")
-    for device, can in report.can_run.items():
+    for device, can in report["can_run"].items():
         tell(f"fusions on {device}", "bold")
         tell(_wrapped(f"{len(can)} can run" + _names(can if verbose else [])))
-        for reason, names in report.cannot_run[device].items():
+        for reason, names in report["cannot_run"][device].items():
             tell(_wrapped(f"{len(names)} cannot: {reason}" + _names(names if verbose else [])))
     if not verbose:
         tell("  --verbose lists them")
     tell("warnings", "bold")
-    for sentence in report.warnings:
+    for sentence in report["warnings"]:
         tell(f"  {sentence}", "yellow")
-    if not report.warnings:
+    if not report["warnings"]:
         tell("  none")
 
 

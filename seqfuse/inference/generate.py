@@ -201,19 +201,16 @@ class GraphedStep:
             raise ValueError(f"a CUDA graph needs a cache on a GPU, got one on {cache.lengths.device}")
         self._cache = cache
         with torch.cuda.device(cache.lengths.device):  # streams and captures use the current device
-            self._capture(model, cache)
-
-    def _capture(self, model: nn.Module, cache: KVCache) -> None:
-        self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
-        aside = torch.cuda.Stream()
-        aside.wait_stream(torch.cuda.current_stream())
-        for _ in range(_WARM):
-            with torch.cuda.stream(aside), cache.rehearsal():  # the lengths are restored on this stream, too
-                cache.feed(model, self._tokens)
-        torch.cuda.current_stream().wait_stream(aside)
-        self._graph = torch.cuda.CUDAGraph()
-        with cache.rehearsal(), torch.cuda.graph(self._graph):
-            self._logits: Tensor = cache.feed(model, self._tokens)[:, -1]
+            self._tokens = torch.zeros(cache.batch, 1, dtype=torch.int64, device=cache.lengths.device)
+            aside = torch.cuda.Stream()
+            aside.wait_stream(torch.cuda.current_stream())
+            for _ in range(_WARM):
+                with torch.cuda.stream(aside), cache.rehearsal():  # the lengths are restored on this stream, too
+                    cache.feed(model, self._tokens)
+            torch.cuda.current_stream().wait_stream(aside)
+            self._graph = torch.cuda.CUDAGraph()
+            with cache.rehearsal(), torch.cuda.graph(self._graph):
+                self._logits: Tensor = cache.feed(model, self._tokens)[:, -1]
 
     def __call__(self, tokens: Tensor) -> Tensor:
         """Feed one token of each sequence, int64 [B]; the result is overwritten by the next call."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import fnmatch
+import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, cast
@@ -166,20 +167,17 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
         parts = heads * size, shared * size, shared * size
         for name, m in found[places[0] + 1 : places[1]]:
             if isinstance(m, of_heads):
-                changes.append(_Division(f"{path}.{name}", m, {}, _with_heads(m, own, group)))
+                changes.append(_Division(f"{path}.{name}", m, {}, functools.partial(_set_heads, m, own, group)))
     elif any(isinstance(m, Gated) and m.packing != "interleaved" for m in between):
         parts = first.out_features // 2, first.out_features // 2
     ends = (into, first, "column", parts), (out, last, "row", None)
     return [_linear(f"{path}.{name}".lstrip("."), m, s, group, p, dim) for name, m, s, p in ends] + changes
 
 
-def _with_heads(operation: Any, own: tuple[int, int], group: Group) -> Callable[[], None]:
-    def change() -> None:
-        operation.heads, operation.kv_heads = own
-        if isinstance(operation, ops.QKNorm) and group.size > 1:
-            operation.sum_over = group
-
-    return change
+def _set_heads(operation: Any, own: tuple[int, int], group: Group) -> None:
+    operation.heads, operation.kv_heads = own
+    if isinstance(operation, ops.QKNorm) and group.size > 1:
+        operation.sum_over = group
 
 
 def _halves(model: nn.Module, linear: ops.Linear) -> tuple[int, int] | None:
