@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from ..env import Env
 from ..errors import SeqfuseError
 from ..fusion import FusedOperation
+from ..operation import UnfusedOperation
 from ..settings import fusing
-from .arguments import check_fusion_arguments, check_kit_arguments
 from .cases import Specimen, seeded
 from .interpreter import as_on_a_gpu
 from .judge import saying, without_frames
-from .operations import DTYPES
+from .operations import DTYPES, check_kit_arguments, derives_from, named_instance
 from .patterns import at_other_widths, configured_once, configured_otherwise, example_lists, listed_types
 from .probe import NotRun, Probe
 
@@ -94,7 +94,7 @@ def check_fusion(
         PluginError: if the class breaks its contract.
     """
     __tracebackhide__ = True
-    check_fusion_arguments(fusion, env)
+    _check_arguments(fusion, env)
     check_kit_arguments("check_fusion", x, ops, DTYPES if dtypes is None else dtypes)
     try:
         with seeded(seed, x.device), as_on_a_gpu(), fusing(unmeasured=True):
@@ -108,6 +108,23 @@ def check_fusion(
         more = f", and {len(found.skipped) - 1} more" if len(found.skipped) > 1 else ""
         warnings.warn(message + more, stacklevel=2)
     return found
+
+
+def _check_arguments(fusion: object, env: object) -> None:
+    """Raise TypeError if `fusion` is not a fusion class, or `env` is neither None nor an `Env`."""
+    __tracebackhide__ = True
+    if not derives_from(fusion, FusedOperation):
+        hint = ""
+        if isinstance(fusion, FusedOperation):
+            hint = f"; give the class, {type(fusion).__name__}"
+        elif isinstance(fusion, UnfusedOperation) or derives_from(fusion, UnfusedOperation):
+            hint = "; check_op takes an operation"
+        message = (
+            f"check_fusion takes a fusion, a class derived from sf.FusedOperation, not {named_instance(fusion)}{hint}"
+        )
+        raise TypeError(message)
+    if env is not None and not isinstance(env, Env):
+        raise TypeError(f'check_fusion takes env as an sf.Env, such as sf.Env.of("cuda:sm_90"), not {env!r}')
 
 
 def _check(

@@ -5,17 +5,17 @@ from __future__ import annotations
 import copy
 import pickle
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeGuard, cast
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import InputError, SeqfuseError, StateError
+from ..fusion import FusedOperation
 from ..operation import UnfusedOperation
 from ..saved import Saved, copied
-from .arguments import check_kit_arguments
 from .cases import HUGE, Bench, Case, Outcome, Specimen, cases, few_rows, seeded, subsets, uncounted
 from .elementwise import activations, assert_elementwise, check_derivative_reference, compare_device_functions
 from .judge import (
@@ -360,3 +360,32 @@ def _check_copies(op: UnfusedOperation, specimen: Specimen, case: Case, full: Ou
         with saying(what):
             again = specimen.run(Bench(type(specimen.root)(other, fusions=())), case, specimen.seed)
             assert_bitwise_equal(again.tree, full.tree)
+
+
+def check_kit_arguments(kit: str, x: object, ops: Iterable[object], dtypes: object) -> None:
+    """Raise if x is not a floating-point tensor, an operation is not a module, or `dtypes` are not floating dtypes."""
+    __tracebackhide__ = True
+    for op in ops:
+        if not isinstance(op, nn.Module):
+            hint = f"; give an instance, {op.__name__}(...)" if derives_from(op, nn.Module) else ""
+            hint = "; check_fusion takes a fusion" if derives_from(op, FusedOperation) and kit == "check_op" else hint
+            raise TypeError(f"{kit} takes operations, instances of sf.UnfusedOperation, not {named_instance(op)}{hint}")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{kit} takes x as a torch.Tensor, not {named_instance(x)}")
+    if not x.is_floating_point():
+        dtype = str(x.dtype).removeprefix("torch.")
+        raise TypeError(f"{kit} takes an x of floating-point numbers, whose gradient it compares, not of {dtype}")
+    given = cast(Sequence[Any], dtypes) if isinstance(dtypes, Sequence) else ()
+    if not given or not all(isinstance(dtype, torch.dtype) and dtype.is_floating_point for dtype in given):
+        message = f"{kit} takes dtypes as a sequence of floating ones, such as (torch.float16,), not {dtypes!r}"
+        raise InputError(message, code="SF106")
+
+
+def derives_from(given: object, base: type) -> TypeGuard[type[Any]]:
+    """Whether an argument is a class that derives from another."""
+    return isinstance(given, type) and issubclass(given, base)
+
+
+def named_instance(given: object) -> str:
+    """An argument of the wrong type, in a message."""
+    return f"the class {given.__name__}" if isinstance(given, type) else f"an instance of {type(given).__name__}"

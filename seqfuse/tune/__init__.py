@@ -13,19 +13,82 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import cost_table
 from ..cost_table import Machine, Measurement
-from ..errors import InputError, KernelError
+from ..errors import InputError, KernelError, StateError
 from ..settings import settings
 from ..traffic import unfused
-from .ranks import Ranks
-from .report import NOT_KEPT, OUT_OF_BUDGET, Row, TuneReport
 from .shadow import MODES, CalledRegion, Candidate, Shadow, called_regions, passes, real_parameters, why_not_now
 from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, time_passes
 
 __all__ = ["Row", "TuneReport", "tune"]
+
+OUT_OF_BUDGET = "not measured: the budget ran out"
+NOT_KEPT = "not kept"
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """One candidate: where it matched, in which mode, its measured times, and whether a plan uses it now.
+
+    `noise_us` is three standard errors of the difference. `note` is the reason why it was not measured, failed, or was
+    dropped as too noisy; otherwise empty.
+    """
+
+    fusion: str
+    at: str
+    mode: str
+    fused_us: float | None
+    unfused_us: float | None
+    noise_us: float | None
+    chosen: bool
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class TuneReport:
+    """The result of `sf.tune`; printable.
+
+    Attributes:
+        rows: the candidates, including earlier measurements.
+        measured: number of new measurements.
+        skipped: parts of the model that could not be measured, with reasons.
+        machine: the device and versions that the measurements are valid for.
+        file: the file of the measurements; `None` if in memory only.
+    """
+
+    rows: tuple[Row, ...]
+    measured: int = 0
+    skipped: tuple[str, ...] = ()
+    machine: str = ""
+    file: Path | None = None
+
+    def __str__(self) -> str:
+        chosen, late = sum(r.chosen for r in self.rows), sum(r.note == OUT_OF_BUDGET for r in self.rows)
+        on = f" on {self.machine}" if self.machine else ""
+        lines = [f"{len(self.rows)} candidates{on}: {self.measured} measured now, {chosen} chosen"]
+        lines[0] += f"; the budget ran out before {late}" if late else ""
+        busy = sum(r.note.startswith(NOT_KEPT) for r in self.rows)
+        if self.rows:
+            name = max(len("candidate"), *(len(r.fusion) for r in self.rows))
+            at = max(len(r.at) for r in self.rows)
+            head = f"{'candidate':<{name}}  {'at':<{at}}  mode   {'fused us':>10}  {'unfused us':>10}"
+            lines.append(f"{head}  {'noise us':>8}  chosen")
+            for r in self.rows:
+                given = (r.fused_us, 10), (r.unfused_us, 10), (r.noise_us, 8)
+                times = "  ".join(f"{'-' if t is None else format(t, '.1f'):>{width}}" for t, width in given)
+                end = "yes" if r.chosen else "no"
+                text = f"{r.fusion:<{name}}  {r.at:<{at}}  {r.mode:<5}  {times}  {end:<6}  {r.note}"
+                lines.append(text.rstrip())
+        lines += [f"skipped: {what}" for what in self.skipped]
+        if busy:
+            were = "1 measurement was" if busy == 1 else f"{busy} measurements were"
+            lines += [f"this machine is busy: {were} too noisy to keep, and plans use the estimated cost instead"]
+            lines += ["Hint: tune again when nothing else runs here"]
+        return "\n".join([*lines, f"kept in {self.file}" if self.file else "kept in memory"])
 
 
 def tune(
@@ -110,6 +173,39 @@ def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
     if file is not None and not isinstance(file, str | os.PathLike):
         raise InputError(f"file must be a path, not {file!r}", code="SF106")
     return tuple(dict.fromkeys(chosen))
+
+
+class Ranks:
+    """The ranks of a group, the first of which measures; `None` is the default group, if there is one."""
+
+    def __init__(self, group: Any, device: torch.device) -> None:
+        self.several = dist.is_available() and dist.is_initialized() and dist.get_world_size(group) > 1
+        self.first = not self.several or dist.get_rank(group) == 0
+        self._group = group
+        if self.several:
+            self._from = dist.get_global_rank(group, 0) if group is not None else 0
+            self._device = device if dist.get_backend(group) == "nccl" else torch.device("cpu")
+
+    def send(self, found: Any) -> None:
+        """Send measurements, or the error that ended the search, from the first rank to the others.
+
+        `None` says that it still measures, so that they do not time out.
+        """
+        if self.several and self.first:
+            self._broadcast(found)
+
+    def receive(self) -> Any:
+        """Receive from the first rank; raises if it failed."""
+        while (found := self._broadcast(None)) is None:
+            pass
+        if isinstance(found, str):
+            raise StateError(f"the first rank could not tune: {found}", code="SF504")
+        return found
+
+    def _broadcast(self, found: Any) -> Any:
+        box = [found]
+        dist.broadcast_object_list(box, self._from, self._group, self._device)
+        return box[0]
 
 
 @dataclasses.dataclass(eq=False)

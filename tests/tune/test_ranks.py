@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 import seqfuse as sf
 from seqfuse import cost_table
-from seqfuse.tune import ranks, timing
+from seqfuse.tune import Ranks, timing
 from tests.processes import Facts
 from tests.tune import kit
 from tests.tune.kit import Quick, Slow, X, pair
@@ -124,6 +124,6 @@ def test_what_a_group_is_sent_comes_from_its_own_first_rank(monkeypatch: pytest.
     here = SimpleNamespace(
         **functions, broadcast_object_list=lambda box, source, group, device: sent.append((source, group))
     )
-    monkeypatch.setattr(ranks, "dist", here)
-    ranks.Ranks("the second node", torch.device("cpu")).send(None)
+    monkeypatch.setattr(sys.modules[Ranks.__module__], "dist", here)
+    Ranks("the second node", torch.device("cpu")).send(None)
     assert sent == [(4, "the second node")]

@@ -18,8 +18,7 @@ from seqfuse import cost_table, ops
 from seqfuse.operation import config_version
 from seqfuse.plan import Known, described, flatten
 from seqfuse.testing.cases import Bench
-from seqfuse.tune import _Search, shadow
-from seqfuse.tune.ranks import Ranks
+from seqfuse.tune import Ranks, _Search, shadow
 from seqfuse.tune.shadow import Shadow
 from tests.tune import kit
 from tests.tune.kit import TUNING, Halve, Quick, Slow, X, forget, forward, pair, times
