@@ -22,8 +22,7 @@ from tests.judging import judge_together
 
 from . import drawn
 from .kinds import KINDS
-from .listed import DISTINCT, Results, results
-from .lists import ListSpec
+from .lists import DISTINCT, ListSpec, Results, results
 
 FUSIONS = (*KINDS, *sf.fusions.default)
 AMPLIFIED = 1e4

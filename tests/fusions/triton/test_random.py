@@ -17,8 +17,7 @@ from seqfuse.ops import _attention
 from seqfuse.testing import LAYOUTS
 from tests.judging import judge_together
 from tests.testing import drawn
-from tests.testing.listed import DISTINCT, Results, results
-from tests.testing.lists import ListSpec
+from tests.testing.lists import DISTINCT, ListSpec, Results, results
 
 # torch warns of a hook on the first module if the input needs no gradient, and of a weight without columns.
 pytestmark = [
