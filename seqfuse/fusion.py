@@ -272,7 +272,7 @@ class FusedOperation:
     def saves(self, env: Env) -> Savings:
         """Estimated savings over the replaced operations; by default computed from their declared `traffic`.
 
-        Plans of `memory=` choices other than `"fast"` add the cost of a `Recompute` in your fusions.
+        The default leaves out the time of a `Recompute`.
         """
         passes = {"forward": self.replaces_forward, "backward": self.replaces_backward and env.grad}
         told = isinstance(self, ForwardFusion) and self.forward_signature.needs and not env.grad

@@ -28,9 +28,9 @@ from .arriving import Unknown, run_aside
 from .described import class_identity, describe, tells_all
 from .flatten import Node
 from .inputs import check_dtypes
-from .schedule import Candidate, Kept
+from .schedule import Kept
 from .step import Record, Step, Stretch
-from .tally import Memory, Tally, storage_of
+from .tally import Tally, storage_of
 
 
 class Alike(NamedTuple):
@@ -246,17 +246,6 @@ class Tried:
         given = x, tuple([channels[channel] for _, channel in step.reads])
         return self._run(step, env, ("forward",), given, call)
 
-    def again(self, step: Step, run: Attempt) -> Savings:
-        """The work of recomputing the tensors that the forward of a step does not save."""
-        found = Savings()
-        for record, fields in zip(step.saves, run.results[2], strict=True):
-            for late in [value for value in kept_fields(record, fields).values() if isinstance(value, Recompute)]:
-                make: Recompute = self.whole(late)
-                with _clearer(step, "bwd"), Tally() as tally:
-                    make()
-                found += tally.work
-        return found
-
     def entered(self, t: Any, dtype: torch.dtype | None, layout: Layout) -> Any:
         """Converts a tensor to the dtype and the layout that a pass expects."""
         if isinstance(t, Alike) and dtype is not None and t.dtype is not dtype:
@@ -466,115 +455,54 @@ def kept_fields(record: Record, fields: tuple[Sequence[str], Sequence[Any]]) -> 
     return {name: value for name, value in zip(*fields, strict=True) if name in record.kept}
 
 
-def look(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
-    """The saved tensors of a stretch's operations and of these candidate fusions, or why they are unknown."""
-    live = [c for c in candidates if c.stop > stretch.wants.live_from]
-    steps = [stretch.step(c.start, c.stop, c.fusion) for c in live if c.fusion.saves_memory or c.fusion.has_record]
-    found = footprint((stretch,), steps, stretch)
-    return found if isinstance(found, str) else found[0]
+def look(entered: Stretch, steps: Sequence[Step], parts: Sequence[Stretch | Node]) -> Kept | str:
+    """The tensors saved by the operations of consecutive parts and by these fusions, or why they are unknown.
 
-
-def made_again(stretch: Stretch, candidates: Sequence[Candidate]) -> dict[tuple[int, Any], Savings]:
-    """The work that forward and joint fusions recompute in the backward pass, by start and fusion.
-
-    Fusions that do not run on fake tensors are left out.
-    """
-    found: dict[tuple[int, Any], Savings] = {}
-    with contextlib.suppress(Exception):
-        tried = Tried(stretch)
-        with tried.running():
-            _, before, channels, _ = _walk((stretch,), stretch, tried)
-            for c in candidates:
-                step = stretch.step(c.start, c.stop, c.fusion)
-                with contextlib.suppress(Exception):
-                    given = before[c.start - stretch.start]
-                    found[c.start, c.fusion] = tried.again(step, tried.run_forward(step, given, channels, stretch.env))
-    return found
-
-
-def measure(parts: Sequence[Stretch | Node], forward: Sequence[Step], entered: Stretch) -> Memory | str:
-    """The bytes that a forward schedule saves and the FLOPs that it computes, or why they are unknown.
-
+    The inputs of the first part and the environment are those of `entered`. An eager module runs on fake tensors, too;
+    its saved tensors and FLOPs are not counted.
     Steps are tried on the device of the parameters, even for a plan of another machine: on fake tensors no kernel is
     launched, and the library's custom ops only allocate their results. A fusion that launches a kernel without a custom
     op cannot be tried.
     """
-    env, kind = entered.env, entered.place.type
-    if env.autocast is not None and (env.device != kind or not torch.amp.is_autocast_available(kind)):
-        return f"autocast on {env.device} saves other tensors than on {kind}, where the parameters are"
-    found = footprint(parts, forward, entered)
-    if isinstance(found, str):
-        return found
-    kept, flops = found
-    tensors = set[int]()
-    for step in forward:
-        own = kept.fused.get((step.start, step.operation)) if step.fused else None
-        tensors = tensors.union(*kept.own[step.start : step.stop]) if own is None else tensors | own
-    return Memory(sum(kept.sizes[t] for t in tensors), kept.unfused, flops)
-
-
-def footprint(parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch) -> tuple[Kept, int] | str:
-    """The tensors saved by the operations of consecutive parts and by the fusions of these steps, with the FLOPs of the
-    operations; or why they are unknown. The inputs of the first part and the environment are those of `entered`.
-
-    An eager module runs on fake tensors, too; its saved tensors and FLOPs are not counted.
-    """
     if entered.x is None:
         return entered.unknown or "the shape of the input"
     known = {*entered.channels, *(c for node in entered.nodes[entered.start :] for _, c in node.outputs)}
-    for part in parts:
-        for node in part.inside if isinstance(part, Stretch) else ():
-            for name, channel in node.inputs:
-                if channel not in known:
-                    return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
+    for node in (node for part in parts if isinstance(part, Stretch) for node in part.inside):
+        for name, channel in node.inputs:
+            if channel not in known:
+                return f"{node.name} reads {name} from {channel!r}, which is not given to plan()"
     try:
         tried = Tried(entered)
         with tried.running():
-            return _footprint(parts, steps, entered, tried)
-    except Unknown as error:
-        return str(error)
+            return _look(entered, steps, parts, tried)
     except Exception as error:
-        return one_line(error)
+        return str(error) if isinstance(error, Unknown) else one_line(error)
 
 
-def _walk(
-    parts: Sequence[Stretch | Node], entered: Stretch, tried: Tried
-) -> tuple[list[frozenset[int]], list[Any], dict[str, Any], float]:
-    """Runs the operations of consecutive parts: saved tensors and input of each, all channels, and the FLOPs."""
-    nodes, start, env = entered.nodes, entered.start, entered.env
-    x, channels = tried.x, tried.channels
-    own, before, flops = list[frozenset[int]](), [x], 0.0
+def _look(entered: Stretch, steps: Sequence[Step], parts: Sequence[Stretch | Node], tried: Tried) -> Kept:
+    own, before, flops = list[frozenset[int]](), [tried.x], 0.0
+    nodes, start, env, channels = entered.nodes, entered.start, entered.env, tried.channels
     for part in parts:
         if not isinstance(part, Stretch):
-            x = tried.run_aside(nodes, start + len(own), x, channels)
-            own.append(frozenset[int]())
-            before.append(x)
+            before.append(tried.run_aside(nodes, start + len(own), before[-1], channels))
+            own.append(frozenset())
             continue
         for at in part.positions:
             if env.autocast is None:
-                check_dtypes(nodes, range(at, at + 1), [x.dtype])
+                check_dtypes(nodes, range(at, at + 1), [before[-1].dtype])
             step = part.step(at, at + 1)
-            run = tried.run_forward(step, x, channels, part.env)
-            x, made, records = run.results
+            run = tried.run_forward(step, before[-1], channels, part.env)
+            y, made, records = run.results
             channels.update(zip([channel for _, channel in step.writes], made, strict=True))
             flops += run.work.flops
             own.append(tried.saved(step, records))
-            before.append(x)
-    return own, before, channels, flops
-
-
-def _footprint(
-    parts: Sequence[Stretch | Node], steps: Sequence[Step], entered: Stretch, tried: Tried
-) -> tuple[Kept, int]:
-    own, before, channels, flops = _walk(parts, entered, tried)
-    start, env = entered.start, entered.env
+            before.append(y)
     fused: dict[tuple[int, Any], frozenset[int]] = {}
     for step in steps:
-        if step.fused:
-            alone = dataclasses.replace(step, to=None)  # the reader of a quantized tensor saves it
-            y, made, records = tried.run_forward(alone, before[step.start - start], channels, env).results
-            # A fusion returns the same tensors as its operations.
-            same = {y.storage: before[step.stop - start].storage}
-            same |= {t.storage: channels[c].storage for t, (_, c) in zip(made, step.writes, strict=True)}
-            fused[step.start, step.operation] = frozenset([same.get(n, n) for n in tried.saved(alone, records)])
-    return Kept(own, fused, tried.sizes), round(flops)
+        alone = dataclasses.replace(step, to=None)  # the reader of a quantized tensor saves it
+        y, made, records = tried.run_forward(alone, before[step.start - start], channels, env).results
+        # A fusion returns the same tensors as its operations.
+        same = {y.storage: before[step.stop - start].storage}
+        same |= {t.storage: channels[c].storage for t, (_, c) in zip(made, step.writes, strict=True)}
+        fused[step.start, step.operation] = frozenset([same.get(n, n) for n in tried.saved(alone, records)])
+    return Kept(own, fused, tried.sizes, round(flops))

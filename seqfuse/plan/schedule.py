@@ -19,7 +19,7 @@ TIES = 40  # bits below a nanosecond that break ties by the number of fusions an
 class Candidate:
     """A fusion matched on positions `start..stop`, with its cost in integer nanoseconds (negative: it saves).
 
-    The cost is an estimate unless it was `measured`; `again` is the part of it for recomputation in the backward pass.
+    The cost is an estimate unless it was `measured`.
     """
 
     fusion: FusedOperation
@@ -28,7 +28,6 @@ class Candidate:
     cost: int
     rank: int = 0  # place of its class in the fusion set
     measured: bool = False
-    again: int = 0
 
     @property
     def name(self) -> str:
@@ -67,11 +66,23 @@ class Kept:
     own: Sequence[frozenset[int]]  # of each operation, in order
     fused: Mapping[tuple[int, FusedOperation], frozenset[int]]  # of fusions that save other tensors, by start
     sizes: Mapping[int, int]  # bytes of each tensor
+    flops: int = 0  # of the operations
 
     @property
     def unfused(self) -> int:
         """Bytes that the operations save unfused."""
-        return sum(self.sizes[t] for t in frozenset[int]().union(*self.own))
+        return self._bytes(self.own)
+
+    def saved(self, forward: Iterable[Any]) -> int:
+        """Bytes that the steps of a forward schedule of a whole sequence save."""
+        tensors = list[frozenset[int]]()
+        for step in forward:
+            other = self.fused.get((step.start, step.operation)) if step.fused else None
+            tensors += self.own[step.start : step.stop] if other is None else [other]
+        return self._bytes(tensors)
+
+    def _bytes(self, tensors: Iterable[frozenset[int]]) -> int:
+        return sum(self.sizes[t] for t in frozenset[int]().union(*tensors))
 
 
 def cheapest(

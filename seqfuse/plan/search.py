@@ -8,11 +8,11 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 
-from ..env import Savings, tokens_of
-from ..fusion import FusedOperation, InferenceFusion
+from ..env import tokens_of
+from ..fusion import FusedOperation
 from ..recipes import Recipe, Role
 from .arriving import Unknown
-from .facts import look, made_again
+from .facts import look
 from .front import Front, Scales, bytes_held, steps_of
 from .match import SMALL, Known, Matcher, is_own
 from .native import TorchCalls, torch_calls
@@ -115,11 +115,7 @@ class Search:
     """
 
     def __init__(
-        self,
-        stretch: Stretch,
-        matcher: Matcher,
-        weighing: Callable[[Stretch], Scales] | None = None,
-        near: bool = False,
+        self, stretch: Stretch, matcher: Matcher, weighing: Callable[[Stretch], Scales] | None, near: bool = False
     ) -> None:
         self.stretch, self._matcher, self._weighing, self._near = stretch, matcher, weighing, near
         self._found: dict[bool, tuple[list[Candidate], list[Refusal]]] = {}
@@ -127,31 +123,9 @@ class Search:
     def candidates(self, lean: bool) -> tuple[list[Candidate], list[Refusal]]:
         """Candidates and refusals; with `lean` including fusions that trade time for memory."""
         if lean not in self._found:
-            found, refused = self._matcher.find(self.stretch, Known(self.stretch), lean, self._near)
-            self._found[lean] = self._charged(found) if lean else found, refused
+            self._found[lean] = self._matcher.find(self.stretch, Known(self.stretch), lean, self._near)
         found, refused = self._found[lean]
         return found, [*refused]
-
-    def _charged(self, found: list[Candidate]) -> list[Candidate]:
-        """Adds the time of their `Recompute`s to the estimates of users' fusions.
-
-        A plan of `"fast"` is made without trying them and does not include that time.
-        """
-        stretch, env = self.stretch, self.stretch.env
-        own = [c for c in found if is_own(type(c.fusion)) and c.fusion.replaces_forward and not c.measured]
-        own = [c for c in own if c.stop > stretch.wants.live_from and not isinstance(c.fusion, InferenceFusion)]
-        if not own or stretch.fusing.all_costs:
-            return found
-        scale = env.tokens / (tokens_of(stretch.x) or env.tokens) if stretch.x is not None else 1
-        more = {at: Savings(w.launches, scale * w.bytes, scale * w.flops) for at, w in made_again(stretch, own).items()}
-        extra = {at: round(1000 * env.microseconds(w)) for at, w in more.items() if w.launches}
-        again = [extra.get((c.start, c.fusion), 0) for c in found]
-        return [dataclasses.replace(c, cost=c.cost + n, again=n) for c, n in zip(found, again, strict=True)]
-
-    def uncounted(self, plan: Plan) -> int:
-        """Nanoseconds of recomputation by users' fusions that the cost of a plan of `"fast"` leaves out."""
-        used = {(step.start, step.operation) for step in plan.forward if step.fused}
-        return sum(c.again for c in self.found if (c.start, c.fusion) in used)
 
     @cached_property
     def found(self) -> list[Candidate]:
@@ -161,7 +135,7 @@ class Search:
     @cached_property
     def kept(self) -> Kept | str:
         """The tensors that would be saved, or why they are unknown."""
-        return look(self.stretch, self.found)
+        return _saved_by(self.stretch, self.found)
 
     @cached_property
     def weigh(self) -> Scales:
@@ -304,7 +278,7 @@ def _is_bare(stretch: Stretch, memory: Choice, kept: Kept) -> bool:
 
 def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", search: Search | None = None) -> Plan:
     """Plan a stretch; several plans may share a `search`, and a budget needs one."""
-    search = search or Search(stretch, matcher)
+    search = search or Search(stretch, matcher, None)
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
     if live == stop:  # without a gradient nothing is saved, so there is nothing to choose
         memory = "fast"
@@ -325,7 +299,7 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", sea
             small = chosen.small and bool(c.fusion.kernels)
             reason = SMALL if small else _why_not(c, [*rivals.values()], asked)
             if chosen.unknown and c.fusion.saves_memory:
-                alone = look(stretch, [c])
+                alone = _saved_by(stretch, [c])
                 reason = f"what it would save is not known: {alone}" if isinstance(alone, str) else chosen.why or ""
             refused.append(Refusal(c.name, c.start, reason, not small, own=is_own(type(c.fusion))))
     ahead, back = steps_of(stretch, forward, start, stop), steps_of(stretch, backward, max(start, live), stop)
@@ -340,6 +314,13 @@ def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", sea
     back = quantized_within(back, segments)
     cost = sum(c.cost for c in used.values()) + chosen.extra
     return Plan(stretch.env, ahead, back, segments, chosen.recomputed, tuple(refused), cost=cost)
+
+
+def _saved_by(stretch: Stretch, candidates: Sequence[Candidate]) -> Kept | str:
+    """The saved tensors of a stretch's operations and of those of these fusions that save others; or why unknown."""
+    live = [c for c in candidates if c.stop > stretch.wants.live_from]
+    others = [c for c in live if c.fusion.saves_memory or c.fusion.has_record]
+    return look(stretch, [stretch.step(c.start, c.stop, c.fusion) for c in others], (stretch,))
 
 
 def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) -> str:
@@ -359,9 +340,6 @@ def _why_not(candidate: Candidate, rivals: Sequence[Candidate], memory: Choice) 
 
 
 def _advice(candidate: Candidate) -> str:
-    """A hint for authors whose fusion has an estimate by declared traffic only, or recomputes unsaved tensors."""
+    """A hint for authors whose fusion has an estimate by declared traffic only."""
     kind = type(candidate.fusion)
-    if candidate.again and not kind.saves_memory:
-        recomputed = f"what it recomputes takes est. {candidate.again / 1000:,.1f} us"
-        return f'; {recomputed}: with saves_memory = True, memory="lean" may use it'
     return "; state saves() if it gains more" if is_own(kind) and kind.saves is FusedOperation.saves else ""

@@ -58,7 +58,7 @@ from .regions import (
     with_entry,
 )
 from .shards import check_agreement, mark_shards
-from .trial import calls_c, kernels_of, weighing
+from .trial import Weighing, calls_c, kernels_of
 
 KEPT_LISTS = 8
 _numbers = itertools.count()
@@ -267,7 +267,7 @@ class Fuser:
         stretch = Stretch.of(op_list.nodes, region.positions, x, given, parameters, Env.like(x))
         # A compiler that traces the call decides which tensors are saved.
         memory = choice_in(self.memory, op_list, region, x) if x.__class__ in _PLAIN else "fast"
-        search = Search(stretch, self._matcher, weighing)
+        search = Search(stretch, self._matcher, Weighing)
         plan = plan_region(stretch, self._matcher, memory, search)
         if x.__class__ in _PLAIN and not _compiled(region, stretch, plan):
             return self.bind(op_list, region, x, channels, parameters)
@@ -337,7 +337,7 @@ class Fuser:
         any gradient was needed before.
         """
         with collecting_later():
-            return preview(self.root, self._matcher, self._changed(), x, env, channels, self.memory, weighing)
+            return preview(self.root, self._matcher, self._changed(), x, env, channels, self.memory)
 
     def run_recorded(
         self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None

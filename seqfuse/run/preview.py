@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -14,9 +14,8 @@ from ..errors import InputError
 from ..fake import recorded
 from ..operation import FusableOperation, UnfusedOperation
 from ..plan.arriving import Arriving
-from ..plan.facts import measure
+from ..plan.facts import look
 from ..plan.flatten import Node
-from ..plan.front import Scales
 from ..plan.inputs import borders_of, clearer, expect_tensor, validate
 from ..plan.match import Matcher, is_own
 from ..plan.plan import Plan, merge
@@ -27,6 +26,7 @@ from ..plan.step import Stretch, Wants
 from ..plan.tally import Memory
 from ..settings import Fusing, fusing_now
 from .regions import OpList, Region
+from .trial import Weighing
 
 HALF = Budget(part=0.5)
 """A plan lists the memory of this choice beside that of the named ones."""
@@ -47,7 +47,6 @@ def preview(
     env: Env | None,
     channels: dict[str, Tensor],
     memory: Choice,
-    weighing: Callable[[Stretch], Scales],
 ) -> Plan:
     """The plan of a whole sequence for an input or an environment."""
     if x is not None:
@@ -64,8 +63,8 @@ def preview(
     parameters = [p for node in op_list.nodes for p in _parameters_of(node.operation)]
     places = list(dict.fromkeys(p.device for p in parameters)) or [torch.device("cpu") if x is None else x.device]
     stretches: list[tuple[Region, Stretch]] = []
-    parts: list[Stretch | Node] = []
     eager: list[tuple[int, Node]] = []
+    parts: list[Stretch | Node] = []
     unread = op_list.parametrized and memory == "fast"  # a parametrization is the user's code: printing does not run it
     several = len(op_list.parts) > 1 and not unread
     arriving = Arriving(x, channels, env, places[0]) if x is not None and several else None
@@ -115,7 +114,7 @@ def preview(
                     here, dtype=like.dtype if follows else here.dtype, rows=like.rows if counts else here.rows
                 )
 
-    searches = [Search(stretch, matcher, weighing, near=True) for _, stretch in stretches]
+    searches = [Search(stretch, matcher, Weighing, near=True) for _, stretch in stretches]
 
     def planned(choice: Choice) -> Plan:
         asked: list[tuple[Stretch, Choice]] = [
@@ -144,14 +143,18 @@ def preview(
             return f"{stretch.fusing.off}, so that autograd chooses what is saved"
         if largest is None:
             return Memory(0, 0, 0)
+        kind = places[0].type
+        if env.autocast is not None and (env.device != kind or not torch.amp.is_autocast_available(kind)):
+            return f"autocast on {env.device} saves other tensors than on {kind}, where the parameters are"
         entered = dataclasses.replace(largest, positions=range(len(op_list.nodes)), x=x, channels=channels, env=env)
-        counted = measure(parts, plan.forward, entered)
-        if isinstance(counted, str):
-            return counted
+        kept = look(entered, [step for step in plan.forward if step.fused], parts)
+        if isinstance(kept, str):
+            return kept
+        memory = Memory(kept.saved(plan.forward), kept.unfused, kept.flops)
         held = held_by(plan, searches)
         if isinstance(held, str):
-            return dataclasses.replace(counted, peak_unknown=held)
-        return dataclasses.replace(counted, saved=held[0] if plan.recomputed else counted.saved, peak=held[1])
+            return dataclasses.replace(memory, peak_unknown=held)
+        return dataclasses.replace(memory, saved=held[0] if plan.recomputed else memory.saved, peak=held[1])
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
         every = {choice: planned(choice) for choice in dict.fromkeys((*MODES[:-1], HALF, MODES[-1], memory))}
@@ -160,12 +163,11 @@ def preview(
         if len({(plan.forward, plan.backward, plan.recomputed) for plan in every.values()}) == 1:
             return ()
         found = list[MemoryChoice]()
-        least = every["fast"].cost + sum(search.uncounted(every["fast"]) for search in searches)
         for choice, plan in every.items():
             held = held_by(plan, searches)
             if isinstance(held, str):
                 return ()
-            more = 0 if choice == "fast" else plan.cost - least
+            more = plan.cost - every["fast"].cost
             found.append(MemoryChoice(str(choice), *held, more / 1000, choice == memory))
         return tuple(found)
 

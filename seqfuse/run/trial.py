@@ -44,14 +44,16 @@ KEPT = 512  # entries; their keys are names and sizes, so that no class or tenso
 class Weighing:
     """Weighs segments of schedules of a stretch.
 
-    Raises `Unknown` for steps that do not run on fake tensors.
+    Raises `Unknown` for steps that do not run on fake tensors, and for inputs that cannot be created without data.
     """
 
     def __init__(self, stretch: Stretch) -> None:
         self._stretch = stretch
         self.kernels: dict[str, None] = {}  # the sources of C kernels of all segments so far
-        # A plan for a GPU that is computed on a CPU needs no C kernels.
-        self.tried = tried = Tried(stretch, collects=stretch.env.device == "cpu")
+        try:  # a plan for a GPU that is computed on a CPU needs no C kernels
+            self.tried = tried = Tried(stretch, collects=stretch.env.device == "cpu")
+        except Exception as error:
+            raise Unknown(one_line(error)) from error
         self.sizes = tried.sizes  # bytes of each tensor at a border
         self._entering: dict[int, _Border] = {stretch.start: (tried.x, tried.channels)}
 
@@ -375,14 +377,6 @@ def _fit(tried: Tried, value: Any, layout: Any) -> Any:
     return tried.entered(value, None, layout)
 
 
-def weighing(stretch: Stretch) -> Weighing:
-    """A `Weighing` of a stretch; raises `Unknown` if its inputs cannot be created without data."""
-    try:
-        return Weighing(stretch)
-    except Exception as error:
-        raise Unknown(one_line(error)) from error
-
-
 def calls_c(plan: Plan) -> bool:
     """Whether a plan may call C kernels: fusions have them, and random operations.
 
@@ -406,7 +400,7 @@ def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
     """
     found: Mapping[str, None] = {}
     with contextlib.suppress(Unknown):  # the call itself raises the error
-        trials = weighing(stretch)
+        trials = Weighing(stretch)
         found = trials.kernels
         bytes_held(trials, plan.segments, (plan.forward, plan.backward), dict(plan.recomputed))
     return found

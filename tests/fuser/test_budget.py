@@ -19,7 +19,7 @@ from seqfuse import ops
 from seqfuse.cost_table import Measurement
 from seqfuse.pictures.text import sized
 from seqfuse.plan import Known, Matcher, Stretch, facts, flatten
-from seqfuse.plan.facts import footprint
+from seqfuse.plan.facts import look
 from seqfuse.plan.reference import number_seeds
 from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph
 from tests.fuser.fusions import Doubles, tensor
@@ -505,9 +505,8 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: p
         if not shares:
             monkeypatch.setattr(facts, "KEPT", 0)
         facts._known.clear()
-        found = footprint((stretch,), steps, stretch)
-        assert isinstance(found, tuple)
-        kept = found[0]
+        kept = look(stretch, steps, (stretch,))
+        assert not isinstance(kept, str)
         saved = [*kept.own, *(kept.fused[s.start, s.operation] for s in steps)]
         told.append([[sum(kept.sizes[t] for t in one & other) for other in saved] for one in saved])
     assert told[0] == told[1]
