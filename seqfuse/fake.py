@@ -7,16 +7,12 @@ import functools
 import logging
 import re
 import threading
-from collections.abc import Callable, Generator
-from typing import Any, ParamSpec, TypeVar
+from collections.abc import Generator
+from typing import Any
 
 import torch
 
 from .casts import cast_once
-
-_P = ParamSpec("_P")
-_T = TypeVar("_T")
-_local = threading.local()
 
 
 @contextlib.contextmanager
@@ -55,32 +51,6 @@ def without_fake(error: BaseException) -> str | None:
         return ".".join(str(error).split(".")[:2]).replace(".", "::")
     found = re.search(r"no fake impl registered for <CustomOpDef\((.+?)\)>", str(error))
     return None if found is None else found[1]
-
-
-@contextlib.contextmanager
-def on_meta(run: Callable[..., Any]) -> Generator[None]:
-    """A block in which `run` is given each call of a function that `of_shapes` marks."""
-    before = getattr(_local, "run", None)
-    _local.run = run
-    try:
-        yield
-    finally:
-        _local.run = before
-
-
-def of_shapes(function: Callable[_P, _T]) -> Callable[_P, _T]:
-    """Marks a function of many ATen calls that returns new tensors and reads nothing of a device.
-
-    A plan that is tried runs it on meta tensors, which takes less time than on fake tensors, most of all for a shape
-    that was tried before.
-    """
-
-    @functools.wraps(function)
-    def call(*args: _P.args, **kwargs: _P.kwargs) -> _T:
-        run = getattr(_local, "run", None)
-        return function(*args, **kwargs) if run is None else run(function, args, kwargs)
-
-    return call
 
 
 def forget_real(mode: Any) -> None:

@@ -218,18 +218,25 @@ def _set_late(d: dict[str, Any], name: str, value: Recompute) -> None:
     d.setdefault("_late", {})[name] = value
 
 
+def put_field(d: dict[str, Any], name: str, value: Any) -> None:
+    """Sets a field in the attributes of a record."""
+    if isinstance(value, Recompute):
+        _set_late(d, name, value)
+    else:
+        d[name] = value
+
+
 def copied(record: S, kept: Sequence[str], change: Callable[[Tensor], Tensor] = lambda t: t) -> S:
     """A copy with these fields only and `change` applied to each tensor; a `Recompute` stays lazy."""
 
     def changed(value: Any) -> Any:
         if isinstance(value, tuple | list):
             return tuple([changed(one) for one in cast(Sequence[Any], value)])
+        if isinstance(value, Recompute):
+            return Recompute(value.fn, *map(change, value.tensors))
         return change(value) if isinstance(value, Tensor) else value
 
     copy, late = object.__new__(type(record)), record.__dict__.get("_late", {})
     for name in kept:
-        if name in late:
-            _set_late(copy.__dict__, name, Recompute(late[name].fn, *map(change, late[name].tensors)))
-        else:
-            copy.__dict__[name] = changed(record.__dict__[name])
+        put_field(copy.__dict__, name, changed(late[name] if name in late else record.__dict__[name]))
     return copy

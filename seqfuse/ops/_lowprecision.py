@@ -16,19 +16,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .. import recipes
 from ..casts import autocasting
-from ..fake import of_shapes
 from ..kernels import kernels_of, triton_installed
 from ..maingrad import Accumulated, accumulated
 from ..quantized import Operand, Quantize, Quantized
-from ..recipes import MULTIPLE, Recipe, Role, largest_of_groups
+from ..recipes import MULTIPLE, Recipe, Role, dequantize, largest_of_groups, quantize
 from ..scaling import KeptScale
 
 if TYPE_CHECKING:
     from ..kernels.quantize import As, Codes
-
-quantize, dequantize = of_shapes(recipes.quantize), of_shapes(recipes.dequantize)
 
 
 def operand(data: Tensor | None, inverse: Tensor | None) -> Operand:

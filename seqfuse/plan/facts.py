@@ -21,9 +21,9 @@ from .. import compiler
 from ..casts import autocasting, cast_once
 from ..env import Env, Savings
 from ..errors import SeqfuseError, one_line
-from ..fake import faking, forget_real, is_fake, laid_like, on_meta, without_fake
+from ..fake import faking, forget_real, is_fake, laid_like, without_fake
 from ..generated import identifier
-from ..saved import Layout, Recompute, Saved
+from ..saved import Layout, Recompute, Saved, put_field
 from .arriving import Unknown, run_aside
 from .described import class_identity, describe, tells_all
 from .flatten import Node
@@ -70,14 +70,14 @@ def _rows(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(shape)])
 
 
-def _mapped(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
+def mapped(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
     """Applies `change` to each `kind` in a value: in tuples, in 8-bit tensors, and in the tensors of a `Recompute`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Recompute):
-        return late(value.fn, *[_mapped(t, kind, change, late) for t in value.tensors])
+        return late(value.fn, *[mapped(t, kind, change, late) for t in value.tensors])
     if isinstance(value, list) or (isinstance(value, tuple) and not isinstance(value, torch.Size)):
-        several: list[Any] = [_mapped(one, kind, change, late) for one in value]  # pyright: ignore
+        several: list[Any] = [mapped(one, kind, change, late) for one in value]  # pyright: ignore
         return type(value)(*several) if hasattr(value, "_fields") else tuple(several)  # pyright: ignore
     return value
 
@@ -202,7 +202,7 @@ class Tried:
 
     def whole(self, t: Any) -> Any:
         """Builds the fake tensors of a value; representations with one storage share it again."""
-        return _mapped(t, Alike, self._whole)
+        return mapped(t, Alike, self._whole)
 
     def _whole(self, t: Alike) -> Tensor:
         base = self._bases.get(t.storage)
@@ -334,7 +334,7 @@ class Tried:
             functions.append(fn)
             return fn, tensors
 
-        key: Any = about, self.described(step), any_rows(env), owned, _mapped(given, Alike, local, late)
+        key: Any = about, self.described(step), any_rows(env), owned, mapped(given, Alike, local, late)
         try:
             known = None if parametrized else self._known.get(key) or _known.get(key)
         except TypeError:  # unhashable data
@@ -349,7 +349,7 @@ class Tried:
                     memo.clear()
                 memo[key] = known
         storage = [*numbers, *map(self.fresh, known.made)]
-        results = _mapped(known.results, Alike, lambda one: one._replace(storage=storage[one.storage]))
+        results = mapped(known.results, Alike, lambda one: one._replace(storage=storage[one.storage]))
         events = [(storage[place] if place >= 0 else place, size) for place, size in known.events]
         return Attempt(results[0], results[1], events, known.work, known.kernels)
 
@@ -370,7 +370,7 @@ class Tried:
         """
         concrete = self.whole(given)
         collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
-        with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally, on_meta(tally.on_meta):
+        with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally:
             results = call(concrete), tuple([made for _, made in (casts or {}).values()])
             events = [*tally.events]
         places = {n: i for i, n in enumerate(numbers)}
@@ -402,7 +402,7 @@ class Tried:
             made_again = True
             return Recompute(fn, *tensors)
 
-        encoded = _mapped(results, Tensor, leaf, late)
+        encoded = mapped(results, Tensor, leaf, late)
         told = tuple([(counted.get(number, -number), size) for number, size in events])
         return _Told(encoded, tuple(made), told, tally.work, dict(kernels)), constant, made_again
 
@@ -443,10 +443,7 @@ def _fields(record: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:
 def _record(cls: type[Saved], names: Sequence[str], values: Sequence[Any]) -> Saved:
     record = cls.__new__(cls)
     for name, value in zip(names, values, strict=True):
-        if isinstance(value, Recompute):
-            record.__dict__.setdefault("_late", {})[name] = value
-        else:
-            record.__dict__[name] = value
+        put_field(record.__dict__, name, value)
     return record
 
 

@@ -6,6 +6,7 @@ import dataclasses
 import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+from unittest.mock import ANY  # equals everything
 
 import torch
 import torch.nn.modules.module as hooks_of
@@ -31,15 +32,6 @@ def global_hooks() -> bool:
     return any(_GLOBAL_HOOKS)
 
 
-class _Anything:
-    """Equals everything."""
-
-    def __eq__(self, other: object) -> bool:
-        return True
-
-    __hash__ = None  # pyright: ignore[reportAssignmentType]
-
-
 class Fingerprint:
     """The state of the modules that a sequence was read from, to compare with their state now.
 
@@ -54,7 +46,7 @@ class Fingerprint:
         self._root, every = weakref.ref(root), list(dict.fromkeys((root, *modules)))
         self._modules = every[1:]
         self._attributes_then = [dict(m.__dict__) for m in every]
-        self._attributes_then[0].update((name, _Anything()) for name in OWN if name in root.__dict__)
+        self._attributes_then[0].update((name, ANY) for name in OWN if name in root.__dict__)
         self._types_then = [type(m) for m in every]
         self._children = [m._modules for m in every if m._modules or isinstance(m, nn.Sequential)]  # pyright: ignore[reportPrivateUsage]
         self._children_then = [dict(children) for children in self._children]

@@ -227,9 +227,6 @@ class Plan:
         """The plan as a self-contained SVG, at most `width` pixels wide, with details on hover."""
         return pictures.svg(self.as_dict(), width)
 
-    def _repr_pretty_(self, printer: Any, cycle: bool) -> None:
-        printer.text(str(self))
-
     def _repr_html_(self) -> str:
         return self.svg()
 

@@ -6,18 +6,14 @@ import dataclasses
 import functools
 import math
 import weakref
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Callable, Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,  # pyright: ignore[reportPrivateUsage]
-)
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..env import Savings
-from ..fake import laid_like
 from ..traffic import FLOPS
 
 # ATen operators that return a tensor and neither read nor write its elements.
@@ -43,21 +39,6 @@ class Memory:
     peak_unknown: str | None = dataclasses.field(default=None, repr=False)
 
 
-class _Run(NamedTuple):
-    """A run of a function on meta tensors: the counts of a `Tally`, and its results with the numbers of storages."""
-
-    events: Sequence[tuple[int, int]]
-    work: Savings
-    made: int
-    results: Sequence[Tensor]
-    numbers: Sequence[int | None]
-    several: bool
-
-
-_ran: dict[Any, _Run] = {}
-_MOST = 1024  # entries
-
-
 class Tally(TorchDispatchMode):
     """Counts the live bytes of all tensors that are allocated under it, and the work of each call.
 
@@ -70,13 +51,10 @@ class Tally(TorchDispatchMode):
         self.work = Savings()
         self._alive: dict[int, tuple[Any, int]] = {}
         self.made = 0
-        self._paused = False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        if self._paused:
-            return out
         results, (makes, changes, makes_all) = _tensors(out), _work_of(func)
         if (makes and results) or changes:
             several = [*_tensors((args, tuple(kwargs.values()))), *results]
@@ -86,29 +64,6 @@ class Tally(TorchDispatchMode):
             for t in results:
                 self._enter(t.untyped_storage())
         return out
-
-    def on_meta(self, function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
-        """What a function returns of fake tensors, with the same events and work, from one run on meta tensors."""
-        given = *args, *kwargs.values()
-        device = next(t.device for t in _tensors(given))
-        key = function, *map(_told, given), *kwargs
-        known = _ran.get(key)
-        if known is None:
-            if len(_ran) >= _MOST:
-                _ran.clear()
-            known = _ran[key] = _run(function, args, kwargs)
-        self.events += [(self.made + number, size) for number, size in known.events]
-        self.work += known.work
-        self._paused = True
-        try:
-            made = [laid_like(t, t.dtype, device) for t in known.results]
-        finally:
-            self._paused = False
-        for t, number in zip(made, known.numbers, strict=True):
-            if number is not None:
-                self._watch(t.untyped_storage(), self.made + number)
-        self.made += known.made
-        return tuple(made) if known.several else made[0]
 
     def number(self, t: Tensor) -> int | None:
         """The number of a tensor's storage, if it was allocated under this mode."""
@@ -120,17 +75,14 @@ class Tally(TorchDispatchMode):
         if storage._cdata in self._alive:
             return
         self.made += 1
-        self._watch(storage, self.made)
-        self.events.append((self.made, size))
-
-    def _watch(self, storage: Any, number: int) -> None:
-        key, size = storage._cdata, storage.nbytes()
+        key, number = storage._cdata, self.made
 
         def freed(_: Any) -> None:
             del self._alive[key]
             self.events.append((number, -size))
 
         self._alive[key] = weakref.ref(storage, freed), number
+        self.events.append((number, size))
 
 
 def most_of(events: Sequence[tuple[int, int]], without: Sequence[int] | frozenset[int] = (), alive: int = 0) -> int:
@@ -204,26 +156,6 @@ def _formulas() -> dict[Any, Any]:
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}")] = attention
         extra[getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}_backward")] = backward_of(attention)
     return {**flop_counter.flop_registry, **{name: of_shapes(formula) for name, formula in extra.items()}}
-
-
-def _run(function: Callable[..., Any], args: Sequence[Any], kwargs: Mapping[str, Any]) -> _Run:
-    with _disable_current_modes():
-        given = [_meta(value) for value in args]
-        named = {name: _meta(value) for name, value in kwargs.items()}
-        with Tally() as tally:
-            found = function(*given, **named)
-            results = _tensors(found)
-        return _Run(
-            [*tally.events], tally.work, tally.made, results, [*map(tally.number, results)], found is not results[0]
-        )
-
-
-def _told(value: Any) -> Any:
-    return (value.shape, value.stride(), value.dtype) if isinstance(value, Tensor) else value
-
-
-def _meta(value: Any) -> Any:
-    return laid_like(value, value.dtype, "meta") if isinstance(value, Tensor) else value
 
 
 def storage_of(t: Tensor) -> int:

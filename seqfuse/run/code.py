@@ -22,7 +22,7 @@ from ..generated import Source, identifier
 from ..maingrad import MainGrads, accumulated
 from ..plan.inputs import Like
 from ..plan.step import Drawn, Record, Step, ending, fit
-from ..saved import Layout, Recompute, Saved
+from ..saved import Layout, Recompute, Saved, put_field
 from ..scaling import HISTORY
 from .check import check_backward, check_forward
 from .fallback import instead
@@ -470,7 +470,7 @@ class _Backward:
                 given = "".join([f", tensors[{n}]" for n in range(self.places[i], self.places[i + 1])])
                 again.append(f"'{f.name}': {s.put(Recompute)}(data[{first + [*self.made_of].index(i)}]{given})")
             elif self.variant.late is None:
-                lines.append(f"{s.put(_put)}(f, '{f.name}', {value})")
+                lines.append(f"{s.put(put_field)}(f, '{f.name}', {value})")
             elif at >= 0:
                 lines.append(f"f['{f.name}'] = (*tensors[{f'b{at - 1}' if at else self.places[-1]}:b{at}],)")
             elif layout != "any":
@@ -545,13 +545,6 @@ def _left(step: Step, key: str, buffers: MainGrads | None, g: Any) -> Tensor | N
         message = f"bwd returned sf.accumulated for {key!r}, which it did not pop from main_grads"
         raise PluginError(message, code="SF303", **step.located)
     return None
-
-
-def _put(fields: dict[str, Any], name: str, value: Any) -> None:
-    if isinstance(value, Recompute):
-        fields.setdefault("_late", {})[name] = value
-    else:
-        fields[name] = value
 
 
 def fit_record(record: Saved, layout: Layout) -> Saved:

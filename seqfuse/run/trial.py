@@ -16,7 +16,7 @@ from ..env import Savings
 from ..errors import one_line
 from ..fusion import BackwardFusion
 from ..plan.arriving import Unknown
-from ..plan.facts import SEEDS, Alike, Attempt, Fields, Tried, any_rows, kept_fields, storages
+from ..plan.facts import SEEDS, Alike, Attempt, Fields, Tried, any_rows, kept_fields, mapped, storages
 from ..plan.flatten import public_channels
 from ..plan.front import Weight, bytes_held
 from ..plan.plan import Plan
@@ -264,8 +264,12 @@ class _Segment:
             fields, entered = before.every[record.position], before.entered[record.position]
             if not step.record_of(record)[1]:  # from x, which was recomputed
                 again = dict(zip(storages(entered), storages(x), strict=True))
+
+                def moved(t: Alike, again: Mapping[int, int] = again) -> Alike:
+                    return t._replace(storage=again.get(t.storage, t.storage))
+
                 kept = step.restored or ()
-                fields = {n: v if n in kept else _moved(v, again) for n, v in fields.items()}
+                fields = {n: v if n in kept else mapped(v, Alike, moved) for n, v in fields.items()}
             found.every[record.position] = fields
             found.fields[record.position] = {n: v for n, v in fields.items() if n in record.kept}
 
@@ -348,15 +352,6 @@ class _Segment:
         self._work += Savings(1, known.bytes + g.bytes + made.bytes)
         self._note(None, known, g, made, *self._alive())
         return made
-
-
-def _moved(value: Any, moved: Mapping[int, int]) -> Any:
-    """A value with its storages renumbered."""
-    if isinstance(value, Alike):
-        return value._replace(storage=moved.get(value.storage, value.storage))
-    if isinstance(value, Recompute):
-        return Recompute(value.fn, *[_moved(t, moved) for t in value.tensors])
-    return tuple([_moved(one, moved) for one in value]) if type(value) is tuple else value  # pyright: ignore
 
 
 def _is_late(step: Step, fields: Mapping[int, Fields]) -> bool:

@@ -132,24 +132,6 @@ def test_a_plan_counts_gemms_in_8_bits() -> None:
     assert tally.work.flops == 2 * 64 * 256 * 128
 
 
-@pytest.mark.parametrize("recipe", [*RECIPES, recipes.MXFP8(), recipes.Float8DelayedScaling()], ids=named)
-def test_a_plan_counts_of_one_run_on_meta_tensors_what_it_counts_of_fake_ones(recipe: Recipe) -> None:
-    def counted(meta: bool, shape: tuple[int, ...], groups: bool) -> Any:
-        def call(function: Any, *given: Any) -> Any:
-            return tally.on_meta(function, given, named) if meta else function(*given, **named)
-
-        with FakeTensorMode(), Tally() as tally:
-            named = {"offsets": torch.empty(2, dtype=torch.int64)} if groups else {}
-            codes = call(recipes.quantize, torch.empty(shape, dtype=torch.bfloat16), recipe, "x", "columns")
-            numbers = call(recipes.dequantize, *codes, recipe, "x", "columns") + 1
-            results = [(t.shape, t.stride(), t.dtype, t.device, tally.number(t)) for t in (*codes, numbers)]
-            del codes, numbers
-        return results, tally.events, tally.work
-
-    for case in (((33, 40), False), ((33, 40), True), ((2, 16, 64), False), ((0, 32), False)):
-        assert counted(False, *case) == counted(True, *case) == counted(True, *case)  # run, and known
-
-
 def by_blocks(a: Tensor, b: Tensor, a_scale: Tensor, a_kind: Any, b_scale: Tensor, b_kind: Any, **given: Any) -> Tensor:
     """`F.scaled_mm` as cuBLAS documents it for scales of blocks, in float64."""
     (m, k), n, blocks = a.shape, b.shape[1], -(-a.shape[1] // 128)
