@@ -287,7 +287,6 @@ class _Compilation:
             raise CompileError(f"{by.path} cannot be run here: {error}") from None
 
     def finish(self) -> None:
-        """Wait for it and move its result to the cache."""
         try:
             _, said = self._process.communicate(timeout=SECONDS)
             if self._process.returncode:

@@ -118,7 +118,6 @@ class Group:
             raise self.failed(what, reason) from error
 
     def failed(self, what: str, reason: str) -> StateError:
-        """The error of a failed collective."""
         message = f"the collective of {what} failed in {self}, of which this is process {self.rank}: {reason}"
         hint = "a process died, is late or runs something else; none can go on alone"
         return StateError(message, code="SF506", operation=what, hint=hint)
@@ -175,7 +174,6 @@ class ParameterShard:
         return torch.cat(mine, self.dim)
 
     def whole_shape(self, own: Tensor) -> tuple[int, ...]:
-        """The shape of the whole tensor."""
         shape = list(own.shape)
         shape[self.dim] = sum(self.parts)
         return tuple(shape)

@@ -48,7 +48,6 @@ class Scaled(nn.Module):
 
     @property
     def scale_shape(self) -> tuple[int, ...]:
-        """The shape of the scale of a tensor."""
         return ()
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -117,7 +117,6 @@ class Arriving:
         return x, dict(zip(self.channels, given, strict=True))
 
     def run(self, nodes: Sequence[Node], positions: range) -> None:
-        """Run the operations of a part, or its eager module."""
         if self.unknown is not None:
             return
         with self._running() as mode:

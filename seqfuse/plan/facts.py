@@ -42,13 +42,8 @@ class Alike(NamedTuple):
     offset: int
     dtype: torch.dtype
 
-    def stride(self) -> tuple[int, ...]:
-        """Like `Tensor.stride`."""
-        return self.strides
-
     @property
     def bytes(self) -> int:
-        """The bytes of its elements."""
         return math.prod(self.shape) * self.dtype.itemsize
 
     def is_dense(self, sizes: Mapping[int, int]) -> bool:
@@ -57,7 +52,6 @@ class Alike(NamedTuple):
 
     @property
     def is_contiguous(self) -> bool:
-        """Like `Tensor.is_contiguous`."""
         sides = zip(self.shape, self.strides, _rows(self.shape), strict=True)
         return 0 in self.shape or all(size == 1 or stride == own for size, stride, own in sides)
 
@@ -100,34 +94,26 @@ def storages(*values: Any) -> list[int]:
     return found[::-1]
 
 
-class _Told(NamedTuple):
-    """The facts of a step: its results, with storages numbered in the order in which they were given or allocated, the
-    bytes of each new storage, and the allocations; temporary storages have negative numbers.
+class Attempt(NamedTuple):
+    """The outcome of trying a step: its results, casts that outlive it, the bytes of new storages, its allocations, its
+    work and its C kernels. In the cache, storages are numbered in the order in which they were given or allocated;
+    temporary storages have negative numbers.
     """
 
     results: Any
-    made: tuple[int, ...]
-    events: tuple[tuple[int, int], ...]
+    casts: tuple[Alike, ...]
+    made: Sequence[int]
+    events: Sequence[tuple[int, int]]
     work: Savings
-    kernels: dict[str, None]
+    kernels: Mapping[str, None]
 
 
 _unknown = itertools.count()  # of operations that may differ from all others
-_known: dict[Any, _Told] = {}
+_known: dict[Any, Attempt] = {}
 SEEDS = 1  # the number of the storage of seeds
 KEPT = 4096  # entries; their keys are names and sizes, so that no class or tensor of a model stays alive
 
 Fields = dict[str, Any]
-
-
-class Attempt(NamedTuple):
-    """The outcome of trying a step: its results, casts that outlive it, its allocations, its work and its C kernels."""
-
-    results: Any
-    casts: tuple[Alike, ...]
-    events: Sequence[tuple[int, int]]
-    work: Savings
-    kernels: Mapping[str, None]
 
 
 class Tried:
@@ -146,7 +132,7 @@ class Tried:
         self._parameters: dict[int, int] = {}  # by id
         self._described: dict[int, str] = {}
         self._next = 0
-        self._known: dict[Any, _Told] = {}  # of steps with recomputed tensors
+        self._known: dict[Any, Attempt] = {}  # of steps with recomputed tensors
         self._stretch = stretch
         self._mode: Any = None
         self._own_mode = False
@@ -176,13 +162,11 @@ class Tried:
                     forget_real(self._mode)
 
     def fresh(self, size: int) -> int:
-        """Registers a new storage and returns its number."""
         self._next += 1
         self.sizes[self._next] = size
         return self._next
 
     def forget(self, first: int) -> None:
-        """Forgets all storages from a number on."""
         for number in range(first, self._next + 1):
             self.sizes.pop(number, None)
 
@@ -192,7 +176,6 @@ class Tried:
         return Alike(self.fresh(math.prod(like.shape) * dtype.itemsize), like.shape, _rows(like.shape), 0, dtype)
 
     def take(self, t: Tensor) -> Alike:
-        """Returns the representation of a fake tensor."""
         place = storage_of(t)
         number = self._numbers.get(place)
         if number is None:
@@ -349,12 +332,11 @@ class Tried:
                     memo.clear()
                 memo[key] = known
         storage = [*numbers, *map(self.fresh, known.made)]
-        results = mapped(known.results, Alike, lambda one: one._replace(storage=storage[one.storage]))
+        results, casts = mapped((known.results, known.casts), Alike, lambda t: t._replace(storage=storage[t.storage]))
         events = [(storage[place] if place >= 0 else place, size) for place, size in known.events]
-        return Attempt(results[0], results[1], events, known.work, known.kernels)
+        return known._replace(results=results, casts=casts, events=events)
 
     def _parameter(self, held: Tensor) -> int:
-        """The number of a parameter's storage."""
         number = self._parameters.get(id(held))
         if number is None:
             number = self.take(held).storage if is_fake(held) else self.fresh(0)
@@ -364,14 +346,14 @@ class Tried:
             self.owned.add(number)
         return number
 
-    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[_Told, bool, bool]:
+    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[Attempt, bool, bool]:
         """Runs a step. Returns its facts, whether its results include a constant, which only this step may use, and
         whether they include recomputed tensors.
         """
         concrete = self.whole(given)
         collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
         with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally:
-            results = call(concrete), tuple([made for _, made in (casts or {}).values()])
+            outcome = call(concrete), tuple([made for _, made in (casts or {}).values()])
             events = [*tally.events]
         places = {n: i for i, n in enumerate(numbers)}
         parameters = {key: places[n] for key, n in self._parameters.items() if n in places}
@@ -402,9 +384,9 @@ class Tried:
             made_again = True
             return Recompute(fn, *tensors)
 
-        encoded = mapped(results, Tensor, leaf, late)
+        results, cast = mapped(outcome, Tensor, leaf, late)
         told = tuple([(counted.get(number, -number), size) for number, size in events])
-        return _Told(encoded, tuple(made), told, tally.work, dict(kernels)), constant, made_again
+        return Attempt(results, cast, made, told, tally.work, dict(kernels)), constant, made_again
 
 
 @contextlib.contextmanager

@@ -65,7 +65,6 @@ class Fingerprint:
         self._absent_then = [parameters[name] is None for parameters, name in self._parameters]
 
     def holds(self) -> bool:
-        """Whether the modules are unchanged."""
         return (
             (self._config is config_version.current or self._compare())
             and self._children == self._children_then

@@ -191,7 +191,6 @@ class Front:
             yield Option(a, b, path[0] + (extra << TIES), weight, *chosen, kept, extra)
 
     def _steps(self, a: int, b: int, path: Path) -> tuple[_Passes, tuple[tuple[Step, ...], tuple[Step, ...]]]:
-        """The fusions of a path and its steps, for each pass."""
         live = max(a, self._live)
         forward, backward = passes_of(path, self._live)
         back = steps_of(self._stretch, [c for c in backward if c.stop > live], live, b) if live < b else ()

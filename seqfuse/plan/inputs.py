@@ -30,7 +30,6 @@ class Like(NamedTuple):
 
     @classmethod
     def of(cls, t: Tensor) -> Like:
-        """Describes a tensor."""
         return cls(t.shape, t.dtype, t.device)
 
     def zeros(self) -> Tensor:

@@ -108,7 +108,6 @@ class Known:
         self._described: dict[int, str] = {}
 
     def __call__(self, fusion: FusedOperation, a: int, b: int) -> Measurement | None:
-        """Return the measurement of a fusion on positions `a..b`, or `None`."""
         if self._table is None:  # loaded for the first candidate
             machine = Machine.of(self._stretch.env)
             self._table = {} if machine is None else table(machine)

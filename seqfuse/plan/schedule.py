@@ -31,7 +31,6 @@ class Candidate:
 
     @property
     def name(self) -> str:
-        """The fusion's name."""
         return type(self.fusion).__name__
 
 

@@ -134,18 +134,15 @@ class Search:
 
     @cached_property
     def kept(self) -> Kept | str:
-        """The tensors that would be saved, or why they are unknown."""
         return _saved_by(self.stretch, self.found)
 
     @cached_property
     def weigh(self) -> Scales:
-        """Weighs segments; raises `Unknown`."""
         assert self._weighing is not None
         return self._weighing(self.stretch)
 
     @cached_property
     def fast(self) -> Path:
-        """The fastest pair of schedules."""
         stretch, plainly = self.stretch, [c for c in self.found if not c.fusion.saves_memory]
         states = [*graph(stretch.start, stretch.positions.stop, plainly, stretch.wants.live_from)]
         return best(states, lambda time, _: time)
@@ -165,7 +162,6 @@ class Search:
 
     @cached_property
     def native(self) -> TorchCalls | None:
-        """The torch calls that equal its unfused operations, if there are any."""
         return torch_calls(self.stretch)
 
     def held(self, plan: Plan) -> tuple[int, int]:
@@ -174,7 +170,6 @@ class Search:
         return bytes_held(self.weigh, spans, (plan.forward, plan.backward), dict(plan.recomputed))
 
     def chosen(self, memory: Choice) -> _Chosen:
-        """The best plan for a choice of memory."""
         stretch, kept = self.stretch, None if memory == "fast" else self.kept
         start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
         if kept is not None and not isinstance(kept, str):
@@ -235,7 +230,6 @@ class Search:
         return _Chosen(*chosen, cuts, again, extra, why, once=self.front.once)
 
     def _steps(self, chosen: tuple[Sequence[Candidate], Sequence[Candidate]]) -> tuple[Sequence[Step], Sequence[Step]]:
-        """The steps of both passes with these fusions."""
         stretch, live, stop = self.stretch, self.stretch.wants.live_from, self.stretch.positions.stop
         back = max(stretch.start, live)
         return steps_of(stretch, chosen[0], stretch.start, stop), steps_of(stretch, chosen[1], back, stop)

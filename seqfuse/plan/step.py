@@ -93,7 +93,6 @@ class Step:
 
     @property
     def located(self) -> dict[str, Any]:
-        """The place of an error: its name, its first position, and the path of the module there."""
         return {"operation": self.name, "position": self.start, "path": self.nodes[0].path if self.nodes else None}
 
     @property
@@ -189,7 +188,6 @@ class Step:
 
     @property
     def costly(self) -> bool:
-        """Whether it runs GEMMs."""
         return any(getattr(node.operation, "costly", False) for node in self.nodes)
 
     @cached_property
@@ -457,7 +455,6 @@ class Stretch:
         parameters: Sequence[Tensor],
         env: Env,
     ) -> Stretch:
-        """The stretch at these positions for these inputs."""
         required = {c: t.requires_grad for c, t in channels.items()}
         wants = Wants.of(nodes, positions.start, positions.stop, x.requires_grad, required, env.grad)
         shapes = validate(nodes, positions, x.shape, channels)
@@ -466,7 +463,6 @@ class Stretch:
 
     @property
     def start(self) -> int:
-        """The first position."""
         return self.positions.start
 
     @cached_property
@@ -478,11 +474,9 @@ class Stretch:
 
     @property
     def inside(self) -> Sequence[Node]:
-        """Its own nodes."""
         return self.nodes[self.start : self.positions.stop]
 
     def around(self, a: int, b: int) -> tuple[Border, ...]:
-        """The borders of positions `a..b`."""
         start = self.positions.start
         return self.borders[a - start : b - start + 1]
 

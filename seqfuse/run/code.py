@@ -26,7 +26,7 @@ from ..saved import Layout, Recompute, Saved, put_field
 from ..scaling import HISTORY
 from .check import check_backward, check_forward
 from .fallback import instead
-from .lower import Buffered, Late, NeededGrads, ParameterPlace, SavedAt, Segment
+from .lower import Buffered, Context, Late, NeededGrads, ParameterPlace, SavedAt, Segment
 
 
 class BackwardVariant(NamedTuple):
@@ -40,7 +40,6 @@ class BackwardVariant(NamedTuple):
 
 
 def _local(names: dict[str, str], prefix: str, channel: str) -> str:
-    """The local variable of a channel, or of its gradient."""
     return names.setdefault(channel, f"{prefix}{len(names)}")
 
 
@@ -97,16 +96,12 @@ def forward_code(segment: Segment, run: Mapping[str, Callable[..., Any]], checke
         if not step.inference:
             results.append(f"s{i}" if i in saving else "_s")
         called, first = segment.context.called(step, step.operation.fwd), "x"
+        if checked:
+            called = functools.partial(_checked_forward, segment.context, segment.checked, step, called)
         if step.fused and not step.joint and not repeatable:
             called, first = functools.partial(instead, step, called), "segment, seeds, x"
         repeatable = repeatable and step.repeatable
-        fwd = s.put(called)
-        if checked:
-            lines += [f"given = dict({', '.join(given)})", f"out = {fwd}({first}, **given)"]
-            lines.append(f"{s.put(functools.partial(_check_forward, step))}(segment, x, out, given)")
-            lines += [f"{', '.join(results)} = out", "out = given = None"]
-        else:
-            lines.append(f"{', '.join(results)} = {fwd}({', '.join([first, *given])})")
+        lines.append(f"{', '.join(results)} = {s.put(called)}({', '.join([first, *given])})")
         for name, channel in step.writes:
             lines.append(f"{_local(c, 'c', channel)} = made[{s.put(name)}]")
         if records and step.writes and step.zeros:
@@ -194,7 +189,6 @@ def _restore(s: Source, segment: Segment, i: int) -> None:
 
 
 def _enter(s: Source, step: Step) -> None:
-    """Writes the conversion of x to the dtype and the layout that a step expects."""
     if step.cast is not None:
         s.add(_recast(s, "x", step.cast))
     if step.operation.layout != "any":
@@ -244,10 +238,15 @@ def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, ente
     s.add(f"    if wrong: return failed(ctx, segment, *wrong, seeds, x0, ({entered}*_, ), True)")
 
 
-def _check_forward(step: Step, segment: Segment, x: Tensor, out: Any, given: Mapping[str, Any]) -> None:
-    segment.context.dtypes[step.start] = x.dtype
-    if (step.key, False) not in segment.checked and check_forward(segment.context, step, x, out, given):
-        segment.checked.add((step.key, False))
+def _checked_forward(
+    context: Context, passed: set[Any], step: Step, run: Callable[..., Any], /, x: Tensor, **given: Any
+) -> Any:
+    """Runs a forward; checks its results until the check of its step has `passed`."""
+    out = run(x, **given)
+    context.dtypes[step.start] = x.dtype
+    if (step.key, False) not in passed and check_forward(context, step, x, out, given):
+        passed.add((step.key, False))
+    return out
 
 
 class _Backward:
@@ -278,7 +277,6 @@ class _Backward:
         return Source("backward", "segment, kept, tensors, buffers, records" + given)
 
     def write(self, failed: Callable[..., Any]) -> Any:
-        """Generates the function."""
         segment, needed, start = self.segment, self.variant.needed, self.variant.start or 0
         steps = segment.backward if needed is None else segment.narrowed(needed)
         places = {step.start: at for at, step in enumerate(segment.backward)}
@@ -391,13 +389,12 @@ class _Backward:
         run = step.operation.bwd
         if lets_go and not apart and (gone or self.segment.replays or self.variant.late is None):
             run = functools.partial(_parted, run, step.needed - _X)
-        bwd = s.put(self.segment.context.called(step, run))
+        called = self.segment.context.called(step, run)
         if self.checked:
-            s.add(f"given, before = dict({', '.join(keywords)}), d")
-            s.add(f"out = {bwd}({', '.join([*positional, '**given'])})")
-            check = functools.partial(_check_backward, step, self.variant)
-            s.add(f"{s.put(check)}(segment, before, out, given)", "d, grads = out", "out = given = before = None")
-        elif apart:
+            passed = None if self.variant.needed is not None else self.segment.checked
+            called = functools.partial(_checked_backward, self.segment.context, passed, step, called)
+        bwd = s.put(called)
+        if apart:
             given = ", ".join([*positional, *keywords])
             s.add(f"_, grads = {bwd}({given}, needs={s.put(step.needed - _X)})")
             s.add(*[f"{s.put(_let_go)}({r}, {s.put(others)})" for r, others in gone])
@@ -507,13 +504,16 @@ def joint_record(segment: Segment, variant: BackwardVariant, step: Step) -> Call
     return _Backward(segment, variant, False).joint_record(step)
 
 
-def _check_backward(
-    step: Step, variant: BackwardVariant, segment: Segment, d: Tensor | None, out: Any, given: Mapping[str, Any]
-) -> None:
-    if torch.compiler.is_compiling() or (variant.needed is None and (step.key, True) in segment.checked):
-        return
-    if check_backward(segment.context, step, d, out, given) and variant.needed is None:
-        segment.checked.add((step.key, True))
+def _checked_backward(
+    context: Context, passed: set[Any] | None, step: Step, run: Callable[..., Any], /, d: Any, *saved: Any, **given: Any
+) -> Any:
+    """Runs a backward; checks its gradients until the check of its step has `passed`, or always if that is `None`."""
+    out = run(d, *saved, **given)
+    known = passed is not None and (step.key, True) in passed
+    checks = not torch.compiler.is_compiling() and not known
+    if checks and check_backward(context, step, d, out, given) and passed is not None:
+        passed.add((step.key, True))
+    return out
 
 
 def _parted(

@@ -158,7 +158,6 @@ class Fuser:
         return self.run(op_list, x, channels)
 
     def run(self, op_list: OpList, x: Tensor, channels: dict[str, Tensor]) -> Any:
-        """Run the planned sequence on plain tensors."""
         if torch.is_inference_mode_enabled() and torch.is_grad_enabled():  # in inference mode torch records no graph
             with torch.no_grad():
                 return self.run(op_list, x, channels)
@@ -342,7 +341,6 @@ class Fuser:
     def run_recorded(
         self, op_list: OpList, region: Region, x: Tensor, channels: dict[str, Tensor], seeds: Tensor | None
     ) -> Tensor:
-        """Run a region while a compiler traces it."""
         if not is_fake(x):
             return self.run_region(op_list, region, x, channels, seeds)
         lowering = self.bind(op_list, region, x, channels, [getattr(owner, name) for owner, name in region.slots])

@@ -81,7 +81,6 @@ class Context:
         on_step: OnStep | None = None,
         lock: Any = None,
     ) -> Context:
-        """The context of a stretch for its inputs, without references to them."""
         nodes, positions, env, x = stretch.nodes, stretch.positions, stretch.env, stretch.x
         assert x is not None
         assert stretch.shapes is not None
@@ -117,7 +116,6 @@ class Saves(NamedTuple):
 
     @classmethod
     def of(cls, forward: Sequence[Step]) -> Saves:
-        """The saved records of forward steps."""
         return cls.holding([(i, r) for i, step in enumerate(forward) for r in step.saves])
 
     @classmethod

@@ -85,7 +85,6 @@ class Alone:
     saved_tensors: Sequence[Any] = ()
 
     def save_for_backward(self, *tensors: Tensor) -> None:
-        """Keep the tensors that a forward saves."""
         self.saved_tensors = tensors
 
     def mark_non_differentiable(self, *tensors: Tensor) -> None:
@@ -115,7 +114,6 @@ class _FailedAgain(Exception):
 
 
 def _run_again(ctx: Any, kept: _Kept, douts: Sequence[Any]) -> tuple[Any, ...]:
-    """Recomputes the forward of a segment, and then runs its backward."""
     packed = kept[4]
     tensors = _saved_tensors(ctx, packed)
     values = _values(packed, tensors)

@@ -83,7 +83,6 @@ class Region:
 
     @property
     def positions(self) -> range:
-        """The positions of its operations."""
         return range(self.start, self.stop)
 
 

@@ -154,7 +154,6 @@ class _Segment:
     def weighed(
         self, forward: Sequence[Step], backward: Sequence[Step], again: tuple[int, ...] | None, entering: _Border
     ) -> tuple[Weight, list[Any]]:
-        """The weight of these steps, and their results."""
         tried, x, channels = self._tried, *entering
         self._replays, keeps = again is not None, frozenset(again or ())
         passed = self._forward(forward, x, channels, keeps)
@@ -259,7 +258,6 @@ class _Segment:
         return found
 
     def _restore(self, step: Step, x: Any, before: _Passed, found: _Passed) -> None:
-        """The records of a step that is not recomputed."""
         for record in step.saves:
             fields, entered = before.every[record.position], before.entered[record.position]
             if not step.record_of(record)[1]:  # from x, which was recomputed
