@@ -64,14 +64,14 @@ def _rows(shape: Sequence[int]) -> tuple[int, ...]:
     return tuple(strides[::-1][: len(shape)])
 
 
-def mapped(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
+def changed_in(value: Any, kind: type[Any], change: Callable[[Any], Any], late: Callable[..., Any] = Recompute) -> Any:
     """Applies `change` to each `kind` in a value: in tuples, in 8-bit tensors, and in the tensors of a `Recompute`."""
     if isinstance(value, kind):
         return change(value)
     if isinstance(value, Recompute):
-        return late(value.fn, *[mapped(t, kind, change, late) for t in value.tensors])
+        return late(value.fn, *[changed_in(t, kind, change, late) for t in value.tensors])
     if isinstance(value, list) or (isinstance(value, tuple) and not isinstance(value, torch.Size)):
-        several: list[Any] = [mapped(one, kind, change, late) for one in value]  # pyright: ignore
+        several: list[Any] = [changed_in(one, kind, change, late) for one in value]  # pyright: ignore
         return type(value)(*several) if hasattr(value, "_fields") else tuple(several)  # pyright: ignore
     return value
 
@@ -185,7 +185,7 @@ class Tried:
 
     def whole(self, t: Any) -> Any:
         """Builds the fake tensors of a value; representations with one storage share it again."""
-        return mapped(t, Alike, self._whole)
+        return changed_in(t, Alike, self._whole)
 
     def _whole(self, t: Alike) -> Tensor:
         base = self._bases.get(t.storage)
@@ -317,7 +317,7 @@ class Tried:
             functions.append(fn)
             return fn, tensors
 
-        key: Any = about, self.described(step), any_rows(env), owned, mapped(given, Alike, local, late)
+        key: Any = about, self.described(step), any_rows(env), owned, changed_in(given, Alike, local, late)
         try:
             known = None if parametrized else self._known.get(key) or _known.get(key)
         except TypeError:  # unhashable data
@@ -332,7 +332,9 @@ class Tried:
                     memo.clear()
                 memo[key] = known
         storage = [*numbers, *map(self.fresh, known.made)]
-        results, casts = mapped((known.results, known.casts), Alike, lambda t: t._replace(storage=storage[t.storage]))
+        results, casts = changed_in(
+            (known.results, known.casts), Alike, lambda t: t._replace(storage=storage[t.storage])
+        )
         events = [(storage[place] if place >= 0 else place, size) for place, size in known.events]
         return known._replace(results=results, casts=casts, events=events)
 
@@ -384,7 +386,7 @@ class Tried:
             made_again = True
             return Recompute(fn, *tensors)
 
-        results, cast = mapped(outcome, Tensor, leaf, late)
+        results, cast = changed_in(outcome, Tensor, leaf, late)
         told = tuple([(counted.get(number, -number), size) for number, size in events])
         return Attempt(results, cast, made, told, tally.work, dict(kernels)), constant, made_again
 

@@ -111,11 +111,11 @@ ONCE = "{} does not run again in the backward pass: processes exchange tensors i
 class Search:
     """Facts of a stretch that all choices of memory share: its candidates, their saved tensors, its front.
 
-    A budget needs `weighing`. With `near`, refusals include near misses.
+    With `near`, refusals include near misses.
     """
 
     def __init__(
-        self, stretch: Stretch, matcher: Matcher, weighing: Callable[[Stretch], Scales] | None, near: bool = False
+        self, stretch: Stretch, matcher: Matcher, weighing: Callable[[Stretch], Scales], near: bool = False
     ) -> None:
         self.stretch, self._matcher, self._weighing, self._near = stretch, matcher, weighing, near
         self._found: dict[bool, tuple[list[Candidate], list[Refusal]]] = {}
@@ -138,7 +138,6 @@ class Search:
 
     @cached_property
     def weigh(self) -> Scales:
-        assert self._weighing is not None
         return self._weighing(self.stretch)
 
     @cached_property
@@ -270,9 +269,9 @@ def _is_bare(stretch: Stretch, memory: Choice, kept: Kept) -> bool:
     return isinstance(memory, Budget) and memory.part is not None and kept.unfused <= entering
 
 
-def plan_region(stretch: Stretch, matcher: Matcher, memory: Choice = "fast", search: Search | None = None) -> Plan:
-    """Plan a stretch; several plans may share a `search`, and a budget needs one."""
-    search = search or Search(stretch, matcher, None)
+def plan_region(search: Search, memory: Choice) -> Plan:
+    """Plan a stretch; several plans may share a `search`."""
+    stretch = search.stretch
     start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
     if live == stop:  # without a gradient nothing is saved, so there is nothing to choose
         memory = "fast"

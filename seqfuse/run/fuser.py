@@ -267,7 +267,7 @@ class Fuser:
         # A compiler that traces the call decides which tensors are saved.
         memory = choice_in(self.memory, op_list, region, x) if x.__class__ in _PLAIN else "fast"
         search = Search(stretch, self._matcher, Weighing)
-        plan = plan_region(stretch, self._matcher, memory, search)
+        plan = plan_region(search, memory)
         if x.__class__ in _PLAIN and not _compiled(region, stretch, plan):
             return self.bind(op_list, region, x, channels, parameters)
         planned = dataclasses.replace(stretch, x=None, channels={})

@@ -56,7 +56,6 @@ def preview(
     parameters = [p for node in op_list.nodes for p in node.operation.parameters()]
     places = list(dict.fromkeys(p.device for p in parameters)) or [torch.device("cpu") if x is None else x.device]
     stretches: list[tuple[Region, Stretch]] = []
-    eager: list[tuple[int, Node]] = []
     parts: list[Stretch | Node] = []
     unread = op_list.parametrized and memory == "fast"  # a parametrization is the user's code: printing does not run it
     several = len(op_list.parts) > 1 and not unread
@@ -91,7 +90,6 @@ def preview(
                 known.update((c, position >= wants.live_from) for _, c in op_list.nodes[position].outputs)
         else:
             node, shape = op_list.nodes[part], None
-            eager.append((part, node))
             parts.append(node)
             wanted = wanted or any(p.requires_grad for p in node.operation.parameters())
             known.update((channel, wanted) for _, channel in node.outputs)
@@ -107,16 +105,12 @@ def preview(
                     here, dtype=like.dtype if follows else here.dtype, rows=like.rows if counts else here.rows
                 )
 
+    eager = [(part, op_list.nodes[part]) for part in op_list.parts if not isinstance(part, Region)]
     searches = [Search(stretch, matcher, Weighing, near=True) for _, stretch in stretches]
 
     def planned(choice: Choice) -> Plan:
-        asked: list[tuple[Stretch, Choice]] = [
-            (stretch, choice_in(choice, op_list, part, stretch.x)) for part, stretch in stretches
-        ]
-        plans = [
-            plan_region(stretch, matcher, own, search=search)
-            for (stretch, own), search in zip(asked, searches, strict=True)
-        ]
+        each = zip(stretches, searches, strict=True)
+        plans = [plan_region(search, choice_in(choice, op_list, part, own.x)) for (part, own), search in each]
         return merge(plans, eager, env if largest is None else largest.env)
 
     largest = max((stretch for _, stretch in stretches), key=lambda stretch: len(stretch.positions), default=None)

@@ -7,7 +7,7 @@ import re
 import warnings
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, ClassVar, NamedTuple, Self
+from typing import Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -235,9 +235,6 @@ class Sequential(nn.Sequential, FusableOperation):  # pyright: ignore[reportInco
 
     def __mul__(self, other: int) -> Sequential:
         return self._like(super().__mul__(other))
-
-    def __iadd__(self, other: Iterable[nn.Module]) -> Self:
-        return super().__iadd__(other)  # pyright: ignore[reportUnknownMemberType]
 
 
 def install(model: Sequential, fuser: Fuser) -> None:

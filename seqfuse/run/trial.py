@@ -16,7 +16,7 @@ from ..env import Savings
 from ..errors import one_line
 from ..fusion import BackwardFusion
 from ..plan.arriving import Unknown
-from ..plan.facts import SEEDS, Alike, Attempt, Fields, Tried, any_rows, kept_fields, mapped, storages
+from ..plan.facts import SEEDS, Alike, Attempt, Fields, Tried, any_rows, changed_in, kept_fields, storages
 from ..plan.flatten import public_channels
 from ..plan.front import Weight, bytes_held
 from ..plan.plan import Plan
@@ -267,7 +267,7 @@ class _Segment:
                     return t._replace(storage=again.get(t.storage, t.storage))
 
                 kept = step.restored or ()
-                fields = {n: v if n in kept else mapped(v, Alike, moved) for n, v in fields.items()}
+                fields = {n: v if n in kept else changed_in(v, Alike, moved) for n, v in fields.items()}
             found.every[record.position] = fields
             found.fields[record.position] = {n: v for n, v in fields.items() if n in record.kept}
 
