@@ -122,7 +122,6 @@ class FusedOperation:
     reorders: ClassVar[bool] = False
     saves_memory: ClassVar[bool] = False
     slots: ClassVar[tuple[Slot, ...]] = ()
-    first_slots: ClassVar[tuple[Slot, ...]] = ()  # the slots that can match the first operation
     reach: ClassVar[int] = 0
     forward_signature: ClassVar[Signature] = Signature()
     backward_signature: ClassVar[Signature] = Signature()
@@ -156,8 +155,6 @@ class FusedOperation:
         # Like dataclass fields: those of the bases first; a redeclared one keeps its position.
         inherited = {slot.name: slot for base in reversed(cls.__mro__[1:]) for slot in vars(base).get("slots", ())}
         cls.slots = tuple({**inherited, **{slot.name: slot for slot in own}}.values())
-        required = next((i for i, slot in enumerate(cls.slots) if not slot.optional), len(cls.slots))
-        cls.first_slots = cls.slots[: required + 1]
         cls.reach = sum(MAX_VARIADIC if slot.variadic else 1 for slot in cls.slots)
         defines = any(name in vars(cls) for name in ("fwd", "bwd"))
         if not cls.slots and defines:

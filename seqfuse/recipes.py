@@ -81,8 +81,8 @@ class Recipe:
         return torch.float8_e5m2 if role == "dy" and self.format == "hybrid" else torch.float8_e4m3fn
 
     def block(self, role: Role, direction: Direction) -> _Block:
-        """Shape of the block of rows and columns that shares a scale; `None` for a whole dimension."""
-        raise NotImplementedError
+        """Shape of the block of rows and columns that shares a scale; `None` for a whole dimension (the default)."""
+        return None, None
 
     def scaling(self, role: Role, one: str = "tensor") -> str:
         """The elements that share a scale, as printed in plans; `one` is the word for the whole tensor or group."""
@@ -131,9 +131,6 @@ class Float8CurrentScaling(Recipe):
     format: Literal["hybrid", "e4m3"] = "hybrid"
     power_of_two: bool = False  # pyright: ignore[reportIncompatibleVariableOverride]
 
-    def block(self, role: Role, direction: Direction) -> _Block:
-        return None, None
-
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Float8DelayedScaling(Recipe):
@@ -171,9 +168,6 @@ class Float8DelayedScaling(Recipe):
         if self.algorithm not in ("max", "most_recent"):
             message = f'algorithm must be "max" or "most_recent", got {self.algorithm!r}'
             raise InputError(message, code="SF106", operation="Float8DelayedScaling")
-
-    def block(self, role: Role, direction: Direction) -> _Block:
-        return None, None
 
     def scaling(self, role: Role, one: str = "tensor") -> str:
         return f"per {one}, delayed"

@@ -27,6 +27,17 @@ from .schedule import Candidate, Refusal
 from .step import Stretch
 
 
+def refuses_operations(cls: type[FusedOperation], stretch: Stretch, a: int, b: int) -> str | None:
+    """Why no fusion of a class applies to operations that derive from those of its pattern, or that are quantized."""
+    for node in stretch.nodes[a:b]:
+        if node.derives:
+            return f"{node.name} derives from {node.derives.__name__}, and only exact types match"
+    for p in () if cls.quantized else range(a, b):
+        if isinstance(stretch.recipes.get(p), Recipe):
+            return f"{stretch.recipes[p]} quantizes {stretch.nodes[p].name} here, which this fusion does not"
+    return None
+
+
 def refuses_dtypes(cls: type[FusedOperation], nodes: Sequence[Node], a: int, around: Sequence[Border]) -> str | None:
     """Why no fusion of a class applies where dtypes change between its operations."""
     if cls.kernels and any(border.taken is None for border in around):
@@ -162,7 +173,6 @@ class Matcher:
         self._matches: dict[tuple[type, ...], tuple[_Match, ...]] = {}
         self._near: dict[tuple[type, ...], tuple[_Near, ...]] = {}
         self._fitting: dict[type, frozenset[int]] = {}
-        self._beginning: dict[type, list[tuple[int, type[FusedOperation]]]] = {}
         self._warned: set[tuple[str, str]] = set()
         self.failures: dict[tuple[str, int], tuple[int, str]] = {}
 
@@ -194,7 +204,7 @@ class Matcher:
         for_saves: dict[tuple[int, bool], Env] = {}
         unavailable: dict[tuple[type[FusedOperation], int], str | None] = {}
         kinds = tuple([node.derives or node.kind for node in stretch.inside])
-        derived = [node for node in stretch.inside if node.derives]
+        derived = any(node.derives for node in stretch.inside)
         for a in stretch.positions:
             window = kinds[a - start : a - start + self._reach + 1]
             matches = self._matches.get(window)  # cached, since sequences repeat
@@ -214,23 +224,14 @@ class Matcher:
                         reason = UNASKED if b > live_from else "no gradient is needed here"
                         refused.append(Refusal(cls.__name__, a, reason, expected=b <= live_from, own=own))
                     continue
-                inexact = next((node for node in nodes[a:b] if node.derives), None) if derived else None
-                if inexact is not None:
-                    base = inexact.derives.__name__ if inexact.derives else ""
-                    reason = f"{inexact.name} derives from {base}, and only exact types match"
-                    refused.append(Refusal(cls.__name__, a, reason, own=own))
-                    continue
-                at = [p for p in range(a, b) if isinstance(recipes.get(p), Recipe)] if recipes else []
-                if at and not cls.quantized:
-                    reason = f"{recipes[at[0]]} quantizes {nodes[at[0]].name} here, which this fusion does not"
-                    refused.append(Refusal(cls.__name__, a, reason, own=own))
-                    continue
                 around = stretch.around(a, b)
                 key = cls, width_at[a - start]
                 if key not in unavailable:
                     unavailable[key] = _unavailable(cls, env, fusing, key[1])
-                excluded = self._excludes(cls, a, b, live_from, unavailable[key])
-                reason, expected = excluded or (refuses_dtypes(cls, nodes, a, around), False)
+                reason, expected = refuses_operations(cls, stretch, a, b) if derived or recipes else None, False
+                if reason is None:
+                    excluded = self._excludes(cls, a, b, live_from, unavailable[key])
+                    reason, expected = excluded or (refuses_dtypes(cls, nodes, a, around), False)
                 if reason is None:
                     bound = _bind(cls, lengths, nodes, a)
                     along = along_of(around, cls.forward_signature.dtype)
@@ -261,18 +262,14 @@ class Matcher:
                 slots = [slot for cls in self.fusions for slot in cls.slots]
                 distinct = {slot.types: slot.open_types for slot in slots}
                 takes = {types: kind in types or issubclass(kind, of) for types, of in distinct.items()}
-                fits = self._fitting[kind] = frozenset([id(slot) for slot in slots if takes[slot.types]])
-                ranked = enumerate(self.fusions)
-                self._beginning[kind] = [(i, c) for i, c in ranked if not fits.isdisjoint(map(id, c.first_slots))]
+                self._fitting[kind] = frozenset([id(slot) for slot in slots if takes[slot.types]])
         return [self._fitting[kind] for kind in window]
 
     def _matching(self, window: tuple[type, ...]) -> tuple[_Match, ...]:
         """Fusions whose pattern matches the beginning of these kinds."""
-        fits = self._fits(window)
-        found, there = list[_Match](), frozenset[int]().union(*fits)
-        for rank, cls in self._beginning[window[0]]:
-            if there.issuperset([id(slot) for slot in cls.slots if not slot.optional]):
-                found += [(cls, is_own(cls), rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
+        fits, found = self._fits(window), list[_Match]()
+        for rank, cls in enumerate(self.fusions):
+            found += [(cls, is_own(cls), rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
         return tuple(found)
 
     def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:

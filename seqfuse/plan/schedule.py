@@ -84,14 +84,12 @@ class Kept:
         return sum(self.sizes[t] for t in frozenset[int]().union(*tensors))
 
 
-def cheapest(
-    start: int, stop: int, candidates: Iterable[Candidate], live_from: int
-) -> tuple[list[Candidate], list[Candidate]]:
-    """The fusions of the exact cheapest pair of schedules of positions `start..stop`: forward, backward.
+def cheapest(start: int, stop: int, candidates: Iterable[Candidate], live_from: int) -> Path:
+    """The exact cheapest pair of schedules of positions `start..stop`.
 
     Ties go to fewer fusions, then to the order of the fusion set.
     """
-    return passes_of(best([*graph(start, stop, candidates, live_from)], lambda time, _: time), live_from)
+    return best([*graph(start, stop, candidates, live_from)], lambda time, _: time)
 
 
 def passes_of(path: Path, live_from: int) -> tuple[list[Candidate], list[Candidate]]:
@@ -264,20 +262,18 @@ class MemoryChoice:
     used: bool
 
 
-def chosen_for(
-    memory: Choice, states: Sequence[list[Edge]], live_from: int, env: Env, tokens: int | None = None
-) -> tuple[list[Candidate], list[Candidate]]:
-    """The fusions of the best pair of schedules of a `graph` with bytes: forward, backward.
+def chosen_for(memory: Choice, states: Sequence[list[Edge]], env: Env, tokens: int | None = None) -> Path:
+    """The best pair of schedules of a `graph` with bytes.
 
     Of all pairs, `"lean"` selects the one that saves the fewest bytes, and `"balanced"` the least sum of time and
     bytes. Both are exact; for `"fast"` see `cheapest`. The bytes are those of an input of `tokens`, the times those of
     the number of tokens in `env`.
     """
     if memory != "balanced":
-        return passes_of(best(states, fewest), live_from)
+        return best(states, fewest)
     worth = BALANCED * env.tokens / (tokens or env.tokens)
     rate, per = (env.microseconds(Savings(bytes=worth)) * 1000).as_integer_ratio()
-    return passes_of(best(states, weigher(per, rate << TIES)), live_from)
+    return best(states, weigher(per, rate << TIES))
 
 
 def fewest(t: int, m: int) -> int:

@@ -25,7 +25,6 @@ from .schedule import (
     Kept,
     Path,
     Refusal,
-    best,
     cheapest,
     chosen_for,
     graph,
@@ -142,9 +141,12 @@ class Search:
 
     @cached_property
     def fast(self) -> Path:
-        stretch, plainly = self.stretch, [c for c in self.found if not c.fusion.saves_memory]
-        states = [*graph(stretch.start, stretch.positions.stop, plainly, stretch.wants.live_from)]
-        return best(states, lambda time, _: time)
+        return self._fastest([c for c in self.found if not c.fusion.saves_memory])
+
+    def _fastest(self, found: Sequence[Candidate]) -> Path:
+        """The fastest pair of schedules of these candidates."""
+        stretch = self.stretch
+        return cheapest(stretch.start, stretch.positions.stop, found, stretch.wants.live_from) if found else (0, 0, [])
 
     @cached_property
     def states(self) -> Sequence[list[Edge]]:
@@ -170,19 +172,19 @@ class Search:
 
     def chosen(self, memory: Choice) -> _Chosen:
         stretch, kept = self.stretch, None if memory == "fast" else self.kept
-        start, stop, live = stretch.start, stretch.positions.stop, stretch.wants.live_from
+        live = stretch.wants.live_from
         if kept is not None and not isinstance(kept, str):
             try:
                 if memory in ("balanced", "lean"):
                     tokens = None if stretch.x is None else tokens_of(stretch.x)
-                    chosen = _Chosen(*chosen_for(memory, self.states, live, stretch.env, tokens))
+                    chosen = _Chosen(*passes_of(chosen_for(memory, self.states, stretch.env, tokens), live))
                     return self._natively(chosen) if memory == "balanced" else chosen
                 return self._within(memory, kept)
             except Unknown as error:
                 kept = str(error)
         why = None if kept is None else f"what would be saved is not known: {kept}"
-        found = self.candidates(False)[0] if kept is None else [c for c in self.found if not c.fusion.saves_memory]
-        chosen = _Chosen(*cheapest(start, stop, found, live) if found else ([], []), why=why, unknown=why is not None)
+        path = self._fastest(self.candidates(False)[0]) if kept is None else self.fast
+        chosen = _Chosen(*passes_of(path, live), why=why, unknown=why is not None)
         return self._natively(chosen) if memory == "fast" else chosen
 
     def _natively(self, chosen: _Chosen) -> _Chosen:
@@ -196,9 +198,8 @@ class Search:
         calls = self.native
         if calls is None or not 0 < calls.elements < calls.below:
             return chosen
-        stop, found = stretch.positions.stop, self.candidates(False)[0]
-        plainly = [c for c in found if calls.faster_than(c.fusion)]
-        forward, backward = cheapest(stretch.start, stop, plainly, live) if plainly else ([], [])
+        plainly = [c for c in self.candidates(False)[0] if calls.faster_than(c.fusion)]
+        forward, backward = passes_of(self._fastest(plainly), live)
         taken = {id(c): c for c in (*forward, *backward)}.values()
         extra = sum(c.cost for c in used) - sum(c.cost for c in taken)  # costs count no node: it is not slower
         return _Chosen(forward, backward, extra=extra, small=True)

@@ -58,7 +58,7 @@ from .regions import (
     with_entry,
 )
 from .shards import check_agreement, mark_shards
-from .trial import Weighing, calls_c, kernels_of
+from .trial import Weighing, kernels_of
 
 KEPT_LISTS = 8
 _numbers = itertools.count()
@@ -378,7 +378,7 @@ def _compiled(region: Region, stretch: Stretch, plan: Plan) -> bool:
     """Compile the C kernels of a plan; `False` if that failed, after which no plan uses C kernels."""
     steps = tuple([(step.key, step.needs) for step in (*plan.forward, *plan.backward)])
     key = steps, any_rows(plan.env), stretch.borders
-    if key in region.rehearsed or not calls_c(plan):
+    if key in region.rehearsed:
         return True
     region.rehearsed.add(key)
     try:

@@ -370,28 +370,16 @@ def _fit(tried: Tried, value: Any, layout: Any) -> Any:
     return tried.entered(value, None, layout)
 
 
-def calls_c(plan: Plan) -> bool:
-    """Whether a plan may call C kernels: fusions have them, and random operations.
-
-    `False` for plans with collectives or KV caches, which are not run on fake tensors.
-    """
-    if plan.env.kernels != "c":
-        return False
-    steps = (*plan.forward, *plan.backward)
-    nodes = [node for step in steps for node in step.nodes]
-    if any(getattr(node.operation, "redistribution", None) is not None for node in nodes):
-        return False
-    if not all(step.repeatable for step in steps):
-        return False
-    return any(node.seed is not None for node in nodes) or any(step.fused and step.operation.kernels for step in steps)
-
-
 def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
     """The sources of the C kernels of a plan, so that all are compiled at once, before a call.
 
-    Kernels of a segment that does not run on fake tensors, and of later ones, are compiled when they are called.
+    Fusions and random operations have some. Kernels of a segment that does not run on fake tensors, and of later ones,
+    are compiled when they are called; so are all of a plan with collectives or KV caches, which is not tried.
     """
-    found: Mapping[str, None] = {}
+    steps, found = (*plan.forward, *plan.backward), dict[str, None]()
+    calls = any((s.fused and s.operation.kernels) or any(node.seed is not None for node in s.nodes) for s in steps)
+    if plan.env.kernels != "c" or not calls or not all(step.repeatable for step in steps):
+        return found
     with contextlib.suppress(Unknown):  # the call itself raises the error
         trials = Weighing(stretch)
         found = trials.kernels

@@ -21,7 +21,7 @@ from seqfuse.pictures.text import sized
 from seqfuse.plan import Known, Matcher, Stretch, facts, flatten
 from seqfuse.plan.facts import look
 from seqfuse.plan.reference import number_seeds
-from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph
+from seqfuse.plan.schedule import BALANCED, Candidate, Kept, cheapest, chosen_for, graph, passes_of
 from tests.fuser.fusions import Doubles, tensor
 from tests.watching import bytes_of, saving
 
@@ -85,7 +85,7 @@ class Case:
 
     def of(self, memory: Any) -> tuple[int, int]:
         states = [*graph(0, self.n, self.candidates, self.live, self.kept)]
-        ahead, back = chosen_for(memory, states, self.live, ENV)
+        ahead, back = passes_of(chosen_for(memory, states, ENV), self.live)
         used = [*{id(c): c for c in (*ahead, *back)}.values()]
         assert {id(c) for c in ahead} == {id(c) for c in used if self.passes(c)[0]}
         assert {id(c) for c in back} == {id(c) for c in used if self.passes(c)[1]}
@@ -99,7 +99,7 @@ def test_each_choice_is_the_best_of_all_pairs_of_schedules(seed: int):
     case = Case(seed)
     every = {*case.every()}
     time, least = min(every)[0], min(m for _, m in every)
-    ahead, back = cheapest(0, case.n, case.candidates, case.live)
+    ahead, back = passes_of(cheapest(0, case.n, case.candidates, case.live), case.live)
     assert sum(c.cost for c in {id(c): c for c in (*ahead, *back)}.values()) == time
     assert case.of("lean") == min((t, m) for t, m in every if m == least)
     rate = ENV.microseconds(sf.Savings(bytes=BALANCED)) * 1000

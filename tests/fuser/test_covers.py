@@ -15,7 +15,7 @@ from torch import Tensor
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.plan.schedule import Candidate, cheapest
+from seqfuse.plan.schedule import Candidate, cheapest, passes_of
 from seqfuse.testing import Untouched
 from tests.fuser.fusions import (
     BY_NAME,
@@ -172,7 +172,7 @@ def test_the_choice_is_the_cheapest_of_all_pairs_of_covers(seed: int) -> None:
                 candidate(draw.choice(KINDS), first + a, first + b, draw.choice([-4, -3, -2, -2, 0, 1]), tag)
             )
         live = first + min(live, n)
-        ahead, back = cheapest(first, first + n, candidates, live)
+        ahead, back = passes_of(cheapest(first, first + n, candidates, live), live)
         for cover in (ahead, back):
             assert all(a.stop <= b.start for a, b in itertools.pairwise(cover))
             assert all(first <= c.start < c.stop <= first + n for c in cover)
