@@ -58,7 +58,7 @@ from .regions import (
     with_entry,
 )
 from .shards import check_agreement, mark_shards
-from .trial import Weighing, kernels_of
+from .trial import Weighing, sources_of
 
 KEPT_LISTS = 8
 _numbers = itertools.count()
@@ -382,7 +382,7 @@ def _compiled(region: Region, stretch: Stretch, plan: Plan) -> bool:
         return True
     region.rehearsed.add(key)
     try:
-        compile_all(kernels_of(plan, stretch))
+        compile_all(sources_of(plan, stretch))
     except CompileError as error:
         give_up(error)
         warnings.warn(f"fusions run unfused, in ATen calls: {error}", FallbackWarning, stacklevel=2)

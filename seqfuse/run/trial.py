@@ -370,7 +370,7 @@ def _fit(tried: Tried, value: Any, layout: Any) -> Any:
     return tried.entered(value, None, layout)
 
 
-def kernels_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
+def sources_of(plan: Plan, stretch: Stretch) -> Mapping[str, None]:
     """The sources of the C kernels of a plan, so that all are compiled at once, before a call.
 
     Fusions and random operations have some. Kernels of a segment that does not run on fake tensors, and of later ones,
