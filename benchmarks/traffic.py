@@ -195,7 +195,7 @@ def _read(length: int, block: int, other: int, *, causal: bool, window: int, tur
 def decode_cases() -> Iterator[Case]:
     """A decoding step: the new token, and attention over caches of two lengths, with 4 heads that share a key head."""
     B, H, D, most = 2, 4, 64, 512
-    lengths, q, new = torch.tensor([300, 77]), drawn(B, H, D), drawn(B, 1, D)
+    lengths, q = torch.tensor([300, 77]), drawn(B, H, D)
     x, turn = drawn(B, (H + 2) * D), rope.Rotation("half", D)
     angles = rope.frequencies_of(turn, x.device)
     for kind, name in ((torch.bfloat16, ""), (torch.int8, ", int8")):
@@ -207,7 +207,7 @@ def decode_cases() -> Iterator[Case]:
         read, written = 2 * q.nbytes + lengths.nbytes + int(lengths.sum()) * row, lengths.nbytes + B * row
         for what, function, given, least in (
             ("attention", decode.decode_attention, (q,), read),
-            ("write", decode.cache_write, (new, new), 2 * new.nbytes + written),
+            ("write", rope.rope_write, (x, H, 1, None), x.nbytes + q.nbytes + written),
             ("rotation, write", rope.rope_write, (x, H, 1, turn), x.nbytes + q.nbytes + angles.nbytes + written),
         ):
             run = functools.partial(function, *given, **caches)
