@@ -20,7 +20,7 @@ _LOW = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _ROUNDS = 10
-# Counters per block on a CPU.
+# Counters per block on a CPU: four buffers of half a MiB stay in a cache.
 _BLOCK = 32768
 
 # True in tests that run the kernel on a CPU, in Triton's interpreter.
@@ -38,6 +38,33 @@ def watched() -> bool:
     return torch.compiler.is_compiling() or _transform() is not None or _tracing() is not None
 
 
+def round_keys(seed: Tensor) -> tuple[Tensor, ...]:
+    """The key of each round, int64 [2, 1], from an int64 seed of one element; the host never reads the seed."""
+    seed = seed.reshape(())
+    steps = torch.arange(_ROUNDS, device=seed.device)
+    low, high = steps * _W0 + (seed & _LOW), steps * _W1 + ((seed >> 32) & _LOW)
+    return torch.stack((low, high), 1).bitwise_and_(_LOW).unsqueeze(-1).unbind()
+
+
+def philox4x32(even: Tensor, odd: Tensor, keys: tuple[Tensor, ...]) -> tuple[Tensor, Tensor]:
+    """Words 0 and 2, and words 1 and 3, of each counter, laid out as the counters; int64 [2, n], values 0..2^32-1.
+
+    Both arguments are overwritten. Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
+    """
+    high = torch.empty_like(even)
+    # Each buffer with views of its two rows: creating a view costs as much as multiplying a short row.
+    a, b, free = ((t, t[0], t[1]) for t in (even, odd, torch.empty_like(even)))
+    for key in keys:
+        # int64 products wrap, but their 64 bits equal those of the unsigned product: its high word is the shifted one
+        # without the sign extension, which the mask removes. Low words are masked only after the xor.
+        torch.mul(a[2], _M1, out=free[1])
+        torch.mul(a[1], _M0, out=free[2])
+        torch.bitwise_right_shift(free[0], 32, out=high)
+        b[0].bitwise_xor_(high).bitwise_xor_(key).bitwise_and_(_LOW)
+        a, b, free = b, free, a
+    return a[0], b[0].bitwise_and_(_LOW)
+
+
 def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """True with probability `p`, bool of `shape`: element i of the contiguous order reads word i & 3 of counter i >> 2.
 
@@ -45,25 +72,30 @@ def drop_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
     """
     if seed.is_meta:
         return torch.empty(shape, dtype=torch.bool, device="meta")  # a plan reads only the shape
+    if watched():
+        return _traceable_mask(seed, shape, p)
+    size = math.prod(shape)
     if p < 1 and runs_in_c(seed):
         try:
             return kernels_of("c.mask").mask_on_cpu(seed, shape, p)
         except CompileError as error:
             gave_up("Dropout", error)
-    return mask_by_torch(seed, shape, p)
-
-
-def mask_by_torch(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
-    """`drop_mask` by functional torch calls, which compilers trace."""
-    device, size = seed.device, math.prod(shape)
     groups = (size + 3) // 4
-    if device.type == "cpu" and type(seed) is Tensor and not watched():  # in blocks, which stay in a cache
-        starts = range(0, max(groups, 1), _BLOCK)
-        parts = [_drops(seed, torch.arange(at, min(at + _BLOCK, groups), device=device), p) for at in starts]
-        drop = parts[0] if len(parts) == 1 else torch.cat(parts)
-    else:
-        drop = _drops(seed, torch.arange(groups, device=device), p)
-    return drop.reshape(-1)[:size].view(shape)
+    threshold = math.floor(p * 2**32)
+    keys = round_keys(seed)
+    drop = torch.empty((groups, 2, 2), dtype=torch.bool, device=seed.device)
+    # Other tensors, such as the fake tensors of a plan, are not processed in blocks: there is no cache to fit.
+    block = _BLOCK if seed.device.type == "cpu" and type(seed) is Tensor else max(groups, 1)
+    for first in range(0, groups, block):
+        stop = min(first + block, groups)
+        counter = torch.arange(first, stop, device=seed.device)
+        even, odd = counter.new_zeros((2, counter.shape[0])), counter.new_zeros((2, counter.shape[0]))
+        torch.bitwise_and(counter, _LOW, out=even[0])
+        torch.bitwise_right_shift(counter, 32, out=odd[0])
+        even, odd = philox4x32(even, odd, keys)
+        drop[first:stop, :, 0].copy_(even.lt(threshold).t())
+        drop[first:stop, :, 1].copy_(odd.lt(threshold).t())
+    return drop.view(-1)[:size].view(shape)
 
 
 def masked(x: Tensor, drop: Tensor, p: float, upscale: bool = True) -> Tensor:
@@ -124,25 +156,19 @@ def _chain(p: float, upscale: bool) -> Any:
     return pointwise.Chain(pointwise.dropout(p, upscale))
 
 
-def _drops(seed: Tensor, counters: Tensor, p: float) -> Tensor:
-    """Whether to drop each of the four elements of each counter, bool [*, 4]."""
-    zero = torch.zeros_like(counters)
-    words = philox4x32((counters & _LOW, counters >> 32, zero, zero), seed)
-    return torch.stack([word < math.floor(p * 2**32) for word in words], -1)
+def _traceable_mask(seed: Tensor, shape: torch.Size, p: float) -> Tensor:
+    """The same mask without in-place operators, for compilers and transforms."""
+    counters = torch.arange((math.prod(shape) + 3) // 4, device=seed.device)
+    drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1)
+    return drop.reshape(-1)[: math.prod(shape)].view(shape)
 
 
-Words = tuple[Tensor, Tensor, Tensor, Tensor]
-
-
-def philox4x32(words: Words, seed: Tensor) -> Words:
-    """The random words of counters of four words, int64, values 0..2^32-1; the host never reads the seed.
-
-    Source: Salmon et al. 2011, Parallel random numbers: as easy as 1, 2, 3 (SC'11).
-    """
+def _words(seed: Tensor, counters: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The four words of each counter, int64, values 0..2^32-1."""
     low, high = seed & _LOW, (seed >> 32) & _LOW
+    zero = torch.zeros_like(counters)
+    words = (counters & _LOW, counters >> 32, zero, zero)
     for i in range(_ROUNDS):
-        # int64 products wrap, but their 64 bits equal those of the unsigned product: its high word is the shifted one
-        # without the sign extension, which the mask removes.
         first, second = words[0] * _M0, words[2] * _M1
         key0, key1 = (low + i * _W0) & _LOW, (high + i * _W1) & _LOW
         words = (
@@ -162,5 +188,5 @@ def drop_spans(seed: Tensor, starts: Tensor, length: int, p: float) -> Tensor:
         except CompileError as error:
             gave_up("Dropout", error)
     counters = (starts >> 2).unsqueeze(1) + torch.arange((length + 6) // 4, device=seed.device)
-    within = (starts & 3).unsqueeze(1) + torch.arange(length, device=seed.device)
-    return _drops(seed, counters, p).flatten(1).gather(1, within)
+    drop = torch.stack([word < math.floor(p * 2**32) for word in _words(seed, counters)], -1).flatten(1)
+    return drop.gather(1, (starts & 3).unsqueeze(1) + torch.arange(length, device=seed.device))

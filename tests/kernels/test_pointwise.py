@@ -450,7 +450,7 @@ def test_counters_beyond_32_bits_have_words_of_their_own(device: torch.device) -
     import triton.language as tl
 
     from seqfuse.kernels._launch import launch
-    from seqfuse.ops._philox import philox4x32
+    from seqfuse.ops._philox import philox4x32, round_keys
 
     @triton.jit
     def _mask_kernel(seed, out, row, width, BLOCK: tl.constexpr, GROUPED: tl.constexpr):
@@ -459,9 +459,10 @@ def test_counters_beyond_32_bits_have_words_of_their_own(device: torch.device) -
         tl.store(out + tl.arange(0, BLOCK), tl.reshape(keep, (BLOCK,)).to(tl.int8))
 
     counter = torch.tensor([2**32, 2**32 + 1])
-    zero = torch.zeros_like(counter)
-    words = philox4x32((counter & 0xFFFFFFFF, counter >> 32, zero, zero), SEED)
-    expected = torch.stack(words, -1).flatten() >= 2**31
+    even, odd = torch.zeros(2, 2, 2, dtype=torch.int64).unbind()
+    even[0], odd[0] = counter & 0xFFFFFFFF, counter >> 32
+    words = philox4x32(even, odd, round_keys(SEED))
+    expected = torch.stack((words[0][0], words[1][0], words[0][1], words[1][1]), -1).flatten() >= 2**31
     for grouped in (True, False):
         out = torch.zeros(8, dtype=torch.int8, device=device)
         launch(_mask_kernel, 1, (SEED.to(device).view(1), out, 2**31, 8), {"BLOCK": 8, "GROUPED": grouped})

@@ -13,7 +13,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
-from seqfuse.ops._philox import drop_mask, drop_spans, mask_by_torch, philox4x32
+from seqfuse.ops._philox import _traceable_mask, drop_mask, drop_spans, philox4x32, round_keys
 from seqfuse.testing import LAYOUTS, Untouched, assert_bitwise_equal, check_op, laid_out, seeded_randn
 from tests.processes import Script
 
@@ -35,14 +35,17 @@ def seed_of(low: int, high: int) -> torch.Tensor:
 
 @pytest.mark.parametrize(("counter", "key", "words"), KNOWN, ids=["zeros", "ones", "pi"])
 def test_philox_gives_the_known_words(counter: tuple[int, ...], key: tuple[int, int], words: tuple[int, ...]):
-    first, second, third, fourth = map(torch.tensor, counter)
-    assert tuple(map(int, philox4x32((first, second, third, fourth), seed_of(*key)))) == words
+    even, odd = (torch.tensor([[counter[i]], [counter[i + 2]]]) for i in (0, 1))
+    even, odd = philox4x32(even, odd, round_keys(seed_of(*key)))
+    assert (*even.flatten().tolist(), *odd.flatten().tolist()) == (words[0], words[2], words[1], words[3])
 
 
 def test_the_mask_takes_word_i_and_3_of_counter_i_over_4():
     seed = seed_of(0xA4093822, 0x299F31D0)
-    zero = torch.zeros(6, dtype=torch.int64)
-    words = torch.stack(philox4x32((torch.arange(6), zero, zero, zero), seed), 1).flatten()
+    even, odd = (torch.zeros((2, 6), dtype=torch.int64) for _ in range(2))
+    even[0] = torch.arange(6)
+    even, odd = philox4x32(even, odd, round_keys(seed))
+    words = torch.stack((even[0], odd[0], even[1], odd[1]), 1).flatten()
     for p in (0.1, 0.5, 0.73):
         assert torch.equal(drop_mask(seed, torch.Size((7, 3)), p).flatten(), words[:21] < math.floor(p * 2**32))
 
@@ -51,7 +54,7 @@ def test_the_mask_takes_word_i_and_3_of_counter_i_over_4():
 def test_the_mask_under_a_compiler_or_transform_is_the_same(shape: tuple[int, ...]):
     seed, p = seed_of(0xA4093822, 0x299F31D0), 0.37
     expected = drop_mask(seed, torch.Size(shape), p)
-    assert torch.equal(mask_by_torch(seed, torch.Size(shape), p), expected)
+    assert torch.equal(_traceable_mask(seed, torch.Size(shape), p), expected)
     x = torch.ones(shape)
     dropped = torch.func.vmap(lambda t: drop_mask(t, x.shape, p))(seed.expand(2))
     assert torch.equal(dropped, expected.expand(2, *shape))
@@ -59,7 +62,7 @@ def test_the_mask_under_a_compiler_or_transform_is_the_same(shape: tuple[int, ..
 
 def test_the_mask_of_a_large_tensor_begins_with_that_of_a_small_one():
     large = drop_mask(torch.tensor(11), torch.Size((40_009 * 7,)), 0.3)
-    assert torch.equal(large, mask_by_torch(torch.tensor(11), large.shape, 0.3))
+    assert torch.equal(large, _traceable_mask(torch.tensor(11), large.shape, 0.3))  # which is allocated in one piece
     small = drop_mask(torch.tensor(11), torch.Size((1001,)), 0.3)
     assert torch.equal(large[:1001], small)
     tail = drop_mask(torch.tensor(11), torch.Size((40_009 * 7 - 3,)), 0.3)

@@ -34,7 +34,7 @@ def test_any_processor_drops_the_same(shape: tuple[int, int], plain_c: None) -> 
     x, seed = seeded_randn(shape, 0), torch.tensor([-(2**40) - 3])
     (y,) = run(x, chains.Chain(chains.dropout(0.4)), seed)
     assert y is not None
-    assert torch.equal(y == 0, _philox.mask_by_torch(seed, x.shape, 0.4))
+    assert torch.equal(y == 0, _philox._traceable_mask(seed, x.shape, 0.4))
 
 
 def test_any_processor_computes_within_rounding(plain_c: None) -> None:
@@ -52,7 +52,7 @@ def test_the_mask_alone_is_that_of_the_operation() -> None:
 
     for shape, p in itertools.product([(1,), (5, 3), (4099,), (3, 4096)], [0.0, 0.1, 0.999]):
         seed = torch.tensor([2**63 - 5])
-        assert torch.equal(mask_on_cpu(seed, torch.Size(shape), p), _philox.mask_by_torch(seed, torch.Size(shape), p))
+        assert torch.equal(mask_on_cpu(seed, torch.Size(shape), p), _philox._traceable_mask(seed, torch.Size(shape), p))
 
 
 def test_a_mask_is_made_on_the_cpu_whatever_the_default_device_is() -> None:
@@ -67,7 +67,8 @@ def test_spans_of_a_mask_are_those_of_the_operation() -> None:
     from seqfuse.kernels.c.mask import mask_on_cpu
 
     seed, starts = torch.tensor([77]), torch.tensor([0, 5, 4097, 2**33 + 1])
-    expected = _philox._drops(seed, (starts >> 2).unsqueeze(1) + torch.arange(1500), 0.3).flatten(1)
+    whole = _philox._words(seed, (starts >> 2).unsqueeze(1) + torch.arange(1500))
+    expected = torch.stack([word < int(0.3 * 2**32) for word in whole], -1).flatten(1)
     expected = expected.gather(1, (starts & 3).unsqueeze(1) + torch.arange(5000))
     assert torch.equal(mask_on_cpu(seed, (4, 5000), 0.3, starts), expected)
 
