@@ -156,6 +156,14 @@ class _FactorsBeforeGEMM(JointFusion):
     kernels = ("triton", "c")
     reorders = True
 
+    class Saved(context.Saved):
+        x: Tensor  # [*, top_k, 2 F]
+        scaled: Tensor | None  # [*, top_k, F], p h; `None` where it is recomputed
+        scales: Tensor  # [*, top_k], factor of each row
+        weight: Tensor  # [groups, H, F], the parameter, or its cast
+        rows: Tensor  # [*, top_k] int64
+        offsets: Tensor  # [groups]
+
     def requires(self, env: Env) -> Requirements:
         yield env.grad, "where nothing needs a gradient nothing is saved"
         yield from kernels_run(env)
@@ -248,14 +256,6 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
     Source: Shazeer et al. 2017, arXiv:1701.06538; factors before the second GEMM: Fedus et al. 2021, arXiv:2101.03961.
     """
 
-    class Saved(context.Saved):
-        x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor | None  # [*, top_k, F], p h; `None` where it is recomputed
-        scales: Tensor  # [*, top_k], factor of each row
-        weight: Tensor  # [groups, H, F], the parameter, or its cast
-        rows: Tensor  # [*, top_k] int64
-        offsets: Tensor  # [groups]
-
     def fwd(
         self,
         x: Tensor,
@@ -264,12 +264,12 @@ class GatedGroupedLinearUnpermute(_FactorsBeforeGEMM):
         unpermute_rows: Tensor,
         unpermute_offsets: Tensor,
         unpermute_probs: Tensor,
-    ) -> tuple[Tensor, Saved]:
+    ) -> tuple[Tensor, _FactorsBeforeGEMM.Saved]:
         y, fields = self._outputs(x, linear_offsets, unpermute_rows, unpermute_offsets, unpermute_probs)
         return summed(y, unpermute_rows, unpermute_offsets, None), self.Saved(**fields)
 
     def bwd(
-        self, dy: Tensor, saved: Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
+        self, dy: Tensor, saved: _FactorsBeforeGEMM.Saved, *, needs: frozenset[str], main_grads: dict[str, Tensor]
     ) -> tuple[Tensor | None, Grads]:
         rows = sorted_rows(dy if dy.dtype is saved.x.dtype else dy.to(saved.x.dtype), saved.rows, saved.offsets)
         return self._gradients(rows, saved, needs, main_grads)
@@ -312,13 +312,7 @@ class GatedGroupedLinearUnpermuteBoundary(_FactorsBeforeGEMM):
     any_dy = True
     outputs = ("fork_out",)
 
-    class Saved(context.Saved):
-        x: Tensor  # [*, top_k, 2 F]
-        scaled: Tensor  # [*, top_k, F], p h
-        scales: Tensor  # [*, top_k], factor of each row
-        weight: Tensor  # [groups, H, F], the parameter, or its cast
-        rows: Tensor  # [*, top_k] int64
-        offsets: Tensor  # [groups]
+    class Saved(_FactorsBeforeGEMM.Saved):
         z: Tensor  # [*, H]
         mean: Tensor | None  # [*] float32; LayerNorm only
         rstd: Tensor  # [*] float32

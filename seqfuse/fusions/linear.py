@@ -310,14 +310,10 @@ class AllReduceLinearBackward(BackwardFusion):
         self, dy: Tensor, *, linear: Linear.Saved, needs: frozenset[str], main_grads: dict[str, Tensor]
     ) -> tuple[Tensor | None, Grads]:
         rows, wait = as_rows(dy), None
-        grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
             dx = mm(rows, linear.weight).view(*dy.shape[:-1], linear.weight.shape[1])
             wait = self.enter.group.begin_all_reduce(dx, "CopyToTensorParallel")
-        if "linear.weight" in needs:
-            grads["linear.weight"] = weight_grad(rows, linear.x, main_grads.pop("linear.weight", None))
-        if "bias.bias" in needs:
-            grads["bias.bias"] = rows.sum(0)
+        grads = _of_parameters(rows, linear, needs, main_grads)
         return None if wait is None else wait(), grads
 
 
@@ -353,13 +349,8 @@ class BackwardLinearAdd(BackwardFusion):
         needs: frozenset[str],
         main_grads: dict[str, Tensor],
     ) -> tuple[Tensor | None, Grads]:
-        grads: dict[str, Tensor | Accumulated | None] = {}
         dx = dgrad(dy, linear.weight, d_fork_out) if "x" in needs else None
-        if "bias.bias" in needs:
-            grads["bias.bias"] = as_rows(dy).sum(0)
-        if "linear.weight" in needs:  # last: after an error before it, a fallback may still run
-            grads["linear.weight"] = weight_grad(dy, linear.x, main_grads.pop("linear.weight", None))
-        return dx, grads
+        return dx, _of_parameters(as_rows(dy), linear, needs, main_grads)
 
 
 class BackwardMergedLinearAdd(BackwardFusion):
@@ -483,17 +474,23 @@ class LinearBiasBackward(BackwardFusion):
         flat = dy.ndim == 2
         rows = dy if flat else as_rows(dy)
         dx: Tensor | None = None
-        grads: dict[str, Tensor | Accumulated | None] = {}
         if "x" in needs:
             dx = mm(rows, linear.weight)
             dx = dx if flat else dx.view(*dy.shape[:-1], dx.shape[1])
-        if "bias.bias" in needs:
-            grads["bias.bias"] = torch.sum(rows, 0)
-        if "linear.weight" in needs:  # last: after an error before it, a fallback may still run
-            x = linear.x if flat else as_rows(linear.x)
-            buffer = main_grads.pop("linear.weight", None) if main_grads else None
-            grads["linear.weight"] = mm(rows.mT, x) if buffer is None else weight_grad(rows, x, buffer)
-        return dx, grads
+        return dx, _of_parameters(rows, linear, needs, main_grads)
+
+
+def _of_parameters(
+    rows: Tensor, linear: Linear.Saved, needs: frozenset[str], main_grads: dict[str, Tensor]
+) -> dict[str, Tensor | Accumulated | None]:
+    """The gradients of the slots `bias` and `linear`, from dy as rows."""
+    grads: dict[str, Tensor | Accumulated | None] = {}
+    if "bias.bias" in needs:
+        grads["bias.bias"] = torch.sum(rows, 0)
+    if "linear.weight" in needs:  # last: after an error before it, a fallback may still run
+        buffer = main_grads.pop("linear.weight", None) if main_grads else None
+        grads["linear.weight"] = weight_grad(rows, linear.x, buffer)
+    return grads
 
 
 def _addend_fits(linear: Linear, bias: Bias | None, env: Env) -> Requirements:

@@ -66,7 +66,7 @@ class Codes(NamedTuple):
 class As(NamedTuple):
     """How a kernel quantizes its result before it writes it; arguments are those of `quantize_matrix`."""
 
-    scaling: Literal["given", "1x128", "1x32"]
+    scaling: Scaling
     code_dtype: torch.dtype | None = None
     power_of_two: bool = False
     along_rows: bool = False
@@ -83,8 +83,20 @@ class As(NamedTuple):
 
     def made(self, M: int, N: int, device: torch.device) -> Codes:
         """Allocate the results for a matrix."""
-        assert self.code_dtype is not None
-        return _made(M, N, self.code_dtype, self.scaling, self.along_rows, self.down_columns, device)
+        scaling, dtype, rows, columns = self.scaling, self.code_dtype, self.along_rows, self.down_columns
+        kind = torch.uint8 if scaling == "1x32" else torch.float32
+        shared = (1,) if scaling in ("given", "tensor") else None
+        size = {"1x128": 128, "1x32": 32}.get(scaling)
+        along, down = ((M,), (N,)) if size is None else ((cdiv(N, size), M), (cdiv(M, size), N))
+        if scaling == "128x128":
+            high, wide = cdiv(M, _BLOCK), cdiv(N, _BLOCK)
+            along, down = (high, cdiv(wide, 4) * 4), (wide, cdiv(high, 4) * 4)
+        return Codes(
+            torch.empty((M, N), dtype=dtype, device=device) if rows else None,
+            torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None,
+            torch.empty((N, cdiv(M, MULTIPLE) * MULTIPLE), dtype=dtype, device=device)[:, :M] if columns else None,
+            torch.empty(down, dtype=kind, device=device) if columns and not shared else None,
+        )
 
     def named(self, made: Sequence[Tensor]) -> Codes:
         """The allocated results by name."""
@@ -95,7 +107,10 @@ class As(NamedTuple):
     def constexprs(self, device: torch.device) -> dict[str, Any]:
         """Compile-time arguments of a launch."""
         assert self.code_dtype is not None
-        return _constexprs(self.scaling, self.code_dtype, self.power_of_two, device)
+        return {
+            "SCALING": self.scaling, "EXPONENT": _EXPONENT[self.code_dtype], "POWER_OF_TWO": self.power_of_two,
+            "ROUNDED": _casts_by_float16(architecture(device)),
+        }  # fmt: skip
 
 
 @operator("quantize", written=("largest",))
@@ -126,8 +141,8 @@ def quantize_matrix(
         ValueError: for any other x.
     """
     _check(x, rows, columns)
-    (M, N), device = x.shape, x.device
-    results = _made(M, N, dtype, scaling, rows, columns, device)
+    (M, N), device, to = x.shape, x.device, As(scaling, dtype, power_of_two, rows, columns)
+    results = to.made(M, N, device)
     if stops():
         return results
     source = viewed_as_rows("x", x, N)
@@ -147,7 +162,7 @@ def quantize_matrix(
             source, scale, None if largest is None else largest.view(torch.int32), whole, by_row, by_column,
             *results, source.stride(0), M, N,
         ),
-        {**_constexprs(scaling, dtype, power_of_two, device), **sizes},
+        {**to.constexprs(device), **sizes},
         tile.num_warps,
     )  # fmt: skip
     return results
@@ -170,12 +185,12 @@ def quantize_several(
     Raises:
         ValueError: for matrices that `quantize_matrix` does not support.
     """
-    every, device = (x, *others), x.device
+    every, device, to = (x, *others), x.device, As(scaling, dtype, power_of_two, True, columns)
     for one in every:
         _check(one, True, columns)
         if one.dtype is not x.dtype:
             raise ValueError(f"matrices must have one dtype, got {x.dtype} and {one.dtype}")
-    found = [_made(one.shape[0], one.shape[1], dtype, scaling, True, columns, device) for one in every]
+    found = [to.made(one.shape[0], one.shape[1], device) for one in every]
     results = tuple([t for codes in found for t in codes if t is not None])
     if stops():
         return results
@@ -188,7 +203,7 @@ def quantize_several(
         _quantize_several_kernel,
         sum(counts),
         (sources, *zip(*found, strict=True), *map(tuple, numbers)),
-        {**_constexprs(scaling, dtype, power_of_two, device), "BLOCK_M": tile.m, "BLOCK_N": tile.n},
+        {**to.constexprs(device), "BLOCK_M": tile.m, "BLOCK_N": tile.n},
         tile.num_warps,
     )
     return results
@@ -211,31 +226,6 @@ def _check(x: Tensor, rows: bool, columns: bool) -> None:
     if not x.numel() or x.shape[1] % MULTIPLE or not (rows or columns):
         asked = f"rows={rows} and columns={columns}"
         raise ValueError(f"expects rows of a multiple of {MULTIPLE} numbers, got {tuple(x.shape)} with {asked}")
-
-
-def _made(
-    M: int, N: int, dtype: torch.dtype, scaling: Scaling, rows: bool, columns: bool, device: torch.device
-) -> Codes:
-    kind = torch.uint8 if scaling == "1x32" else torch.float32
-    shared = (1,) if scaling in ("given", "tensor") else None
-    size = {"1x128": 128, "1x32": 32}.get(scaling)
-    along, down = ((M,), (N,)) if size is None else ((cdiv(N, size), M), (cdiv(M, size), N))
-    if scaling == "128x128":
-        high, wide = cdiv(M, _BLOCK), cdiv(N, _BLOCK)
-        along, down = (high, cdiv(wide, 4) * 4), (wide, cdiv(high, 4) * 4)
-    return Codes(
-        torch.empty((M, N), dtype=dtype, device=device) if rows else None,
-        torch.empty(shared or along, dtype=kind, device=device) if shared or rows else None,
-        torch.empty((N, cdiv(M, MULTIPLE) * MULTIPLE), dtype=dtype, device=device)[:, :M] if columns else None,
-        torch.empty(down, dtype=kind, device=device) if columns and not shared else None,
-    )
-
-
-def _constexprs(scaling: Scaling, dtype: torch.dtype, power_of_two: bool, device: torch.device) -> dict[str, Any]:
-    return {
-        "SCALING": scaling, "EXPONENT": _EXPONENT[dtype], "POWER_OF_TWO": power_of_two,
-        "ROUNDED": _casts_by_float16(architecture(device)),
-    }  # fmt: skip
 
 
 def _casts_by_float16(arch: str) -> bool:

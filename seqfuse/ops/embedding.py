@@ -134,12 +134,7 @@ class Embedding(sf.UnfusedOperation, _EmbeddingOfTorch):  # pyright: ignore[repo
 
     def _own(self, x: Tensor) -> tuple[Tensor, Tensor]:
         """Rows of this process's shard, row 0 for an index outside of it, and a mask of these indices."""
-        wrong = (x < 0) | (x >= self.num_embeddings)
-        plain = type(x) is Tensor and not torch.compiler.is_compiling()  # otherwise it has no values to check
-        if x.is_cuda and plain:
-            torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-        elif plain and wrong.any():
-            raise _outside(x, wrong, self.num_embeddings, "token ids", "Embedding")
+        _check_range(x, self.num_embeddings, "token ids", "Embedding")
         absent = (x < self._rows.start) | (x >= self._rows.stop)
         return (x - self._rows.start).masked_fill(absent, 0), absent
 
@@ -281,12 +276,7 @@ class PositionEmbedding(sf.UnfusedOperation):
             raise InputError(message, code="SF101", operation="PositionEmbedding")
         check_positions(positions, x, "PositionEmbedding")
         positions = positions.long()  # uint8 would be a mask
-        if type(positions) is Tensor and not torch.compiler.is_compiling() and not positions.is_meta:
-            wrong = (positions < 0) | (positions >= self.max_positions)
-            if positions.is_cuda:
-                torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
-            elif wrong.any():
-                raise _outside(positions, wrong, self.max_positions, "positions", "PositionEmbedding")
+        _check_range(positions, self.max_positions, "positions", "PositionEmbedding")
         return positions
 
     def infer(self, shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -310,6 +300,17 @@ def _check_ids(x: Tensor) -> None:
     if x.dtype not in (torch.int32, torch.int64):
         hint = "token ids are torch.int64; x.long() makes them so"
         raise InputError(f"expects integer token ids, got {x.dtype}", code="SF101", operation="Embedding", hint=hint)
+
+
+def _check_range(x: Tensor, rows: int, what: str, operation: str) -> None:
+    """Raise the error of `_outside` for an index outside a weight of `rows` rows, on a GPU without synchronization."""
+    if type(x) is not Tensor or torch.compiler.is_compiling() or x.is_meta:  # no values to check
+        return
+    wrong = (x < 0) | (x >= rows)
+    if x.is_cuda:
+        torch._assert_async(~wrong.any())  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+    elif wrong.any():
+        raise _outside(x, wrong, rows, what, operation)
 
 
 def _outside(x: Tensor, wrong: Tensor, rows: int, what: str, operation: str) -> RangeError:
