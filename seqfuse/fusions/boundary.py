@@ -28,7 +28,7 @@ from .norm import (
     norm_bwd_to,
     norm_fits,
     norm_to,
-    recorded_bwd,
+    parameter_gradients,
     run_decided,
     run_norm,
     run_norm_bwd,
@@ -128,7 +128,7 @@ class BlockBoundaryBackward(BackwardFusion):
             return as_quantized(out.codes, wanted, dy.shape, dtype or norm.x.dtype, dy.device), grads
         before = not needs.isdisjoint(_BEFORE)
         if not before and "norm.weight" not in needs:
-            return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
+            return None, parameter_gradients(self.norm, dy, norm, needs)
         weight = norm.weight if before else None
         cast = dtype is not None and dtype is not norm.x.dtype
         key = needs, weight is not None, d_fork_out is not None, seed is not None
@@ -251,8 +251,7 @@ def experts_bwd(
     """The gradients of a norm whose input sums rows of experts: of these rows, and of other tensors by name."""
     streams = "add.other" in needs
     if not (streams or around["dpairs"] or "dfactors" in around):
-        _, grads = recorded_bwd(norm, dy, saved, needs, dx=False)
-        return None, grads
+        return None, parameter_gradients(norm, dy, saved, needs)
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
     given = dy, saved.x, mean, saved.rstd, saved.weight, None, needs
     out, grads = run_norm_bwd(norm, *given, dx=streams, dstream=dstream, **around)

@@ -25,7 +25,6 @@ from ..saved import Saved, maker
 from ._shared import (
     act_fits,
     as_one_activation,
-    as_rows,
     bias_fits,
     device,
     gemm_fits,
@@ -503,23 +502,13 @@ class BiasDropoutAddBackward(BackwardFusion):
         return _dropout_fits(self.bias, self.dropout, env)
 
     def bwd(self, dy: Tensor, *, dropout: Any, needs: frozenset[str]) -> tuple[Tensor | None, Grads]:
-        dx, dbias = self._before(dy, dropout, "x" in needs, "bias.bias" in needs)
-        return dx, {"bias.bias": dbias, "add.other": dy if "add.other" in needs else None}
-
-    def _before(
-        self, dy: Tensor, saved: Dropout.Saved, branch: bool, sums: bool
-    ) -> tuple[Tensor | None, Tensor | None]:
-        bias, upscale = self.bias, self.dropout.mode == "upscale_in_train"
-        if saved.seed is None:
-            # For this sum alone our kernel is not faster than torch.
-            summed = as_rows(dy).sum(0, dtype=bias.dtype) if sums and bias is not None else None
-            return dy if branch else None, summed
-        if not (branch or sums):
-            return None, None
-        dtypes = (bias.dtype,) if sums and bias is not None else ()
-        kernel = _dropout_kernel(False, saved.p, upscale, False, sums, dtypes=dtypes, result=branch)
-        dx, *totals = kernel(dy, saved.seed)
-        return dx, totals[0] if totals else None
+        other, bias = dy if "add.other" in needs else None, self.bias if "bias.bias" in needs else None
+        if "x" not in needs and bias is None:
+            return None, {"add.other": other}
+        upscale, dtypes = self.dropout.mode == "upscale_in_train", () if bias is None else (bias.dtype,)
+        kernel = _dropout_kernel(False, dropout.p, upscale, False, bias is not None, dtypes=dtypes, result="x" in needs)
+        dx, *totals = kernel(dy, dropout.seed)
+        return dx, {"bias.bias": totals[0] if totals else None, "add.other": other}
 
 
 def _dropout_fits(bias: Bias | None, dropout: Dropout, env: Env) -> Requirements:

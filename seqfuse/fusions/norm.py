@@ -101,7 +101,7 @@ class NormBackward(BackwardFusion):
         self, dy: Tensor, *, norm: NormRecord, d_fork_out: Tensor | None = None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         if "x" not in needs and "norm.weight" not in needs:
-            return None, recorded_bwd(self.norm, dy, norm, needs, dx=False)[1]
+            return None, parameter_gradients(self.norm, dy, norm, needs)
         weight, dstream = norm.weight if "x" in needs else None, d_fork_out
         key = needs, weight is not None, dstream is not None
         return self.decided(key, gradients_of, self.norm, *key)(dy, norm, weight, dstream)
@@ -246,12 +246,9 @@ def _forward_of(
 
 
 def norm_to(
-    norm: LayerNorm | RMSNorm, x: Tensor, to: Quantize | None, **around: Any
-) -> tuple[Tensor | Quantized, Tensor | None, NormRecord]:
-    """`run_norm` with a result that may be quantized: y, the norm's input if it is not x, and the `Saved`."""
-    if to is None or not x.numel():
-        out, record = run_norm(norm, x, **around)
-        return out.y, out.stream, record
+    norm: LayerNorm | RMSNorm, x: Tensor, to: Quantize, **around: Any
+) -> tuple[Quantized, Tensor | None, NormRecord]:
+    """`run_norm` with a quantized result: y, the norm's input if it is not x, and the `Saved`."""
     wanted, newest = as_codes(to, x)
     weight, kind = parameter(norm, "weight"), {"centered": norm.centered, "zero_centered": norm.zero_centered}
     gain, bias, eps = _in_one_piece(weight), _in_one_piece(parameter(norm, "bias")), eps_of(norm, x)
@@ -297,7 +294,7 @@ def run_norm_bwd(
 def norm_bwd_to(
     norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, to: As, needs: frozenset[str], **around: Any
 ) -> tuple[NormCodes, dict[str, Tensor | None]]:
-    """`recorded_bwd` with a quantized gradient of the operations before the norm."""
+    """`run_norm_bwd` with a quantized gradient of the operations before the norm."""
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
     sums, gain = _sums_of(norm, needs), _in_one_piece(saved.weight)
     given = dy, saved.x, mean, saved.rstd, gain, to
@@ -311,19 +308,18 @@ def _sums_of(norm: LayerNorm | RMSNorm, needs: frozenset[str]) -> dict[str, Any]
     return {f"d{name}": owner.dtype for name, owner in owners.items() if owner is not None}
 
 
-def recorded_bwd(
-    norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, needs: frozenset[str], *, dx: bool, **around: Any
-) -> tuple[NormGradients | None, dict[str, Tensor | None]]:
-    """`run_norm_bwd` from the norm's `Saved`; `dx` is whether any operation before the norm needs a gradient.
+def parameter_gradients(
+    norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, needs: frozenset[str]
+) -> dict[str, Tensor | None]:
+    """The needed gradients of the slot `norm`, by name, where no operation before the norm needs a gradient.
 
-    If neither that nor the weight's gradient is needed, `Saved` is empty, and the operation computes the bias gradient.
+    Without the weight's gradient `Saved` is empty, and the operation computes the bias gradient.
     """
-    if not dx and "norm.weight" not in needs:
+    if "norm.weight" not in needs:
         bias: Any = norm.bwd(dy, saved, needs=frozenset({"bias"}))[1]["bias"]  # pyright: ignore[reportArgumentType]
-        return None, {"norm.bias": bias}
+        return {"norm.bias": bias}
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
-    weight = saved.weight if dx else None
-    return run_norm_bwd(norm, dy, saved.x, mean, saved.rstd, weight, None, needs, dx=dx, **around)
+    return run_norm_bwd(norm, dy, saved.x, mean, saved.rstd, None, None, needs, dx=False)[1]
 
 
 def gradients_of(
@@ -337,7 +333,7 @@ def gradients_of(
     others: Mapping[str, str] = MappingProxyType({}),
     **around: Any,
 ) -> Callable[..., tuple[Tensor | None, dict[str, Tensor | None]]]:
-    """`recorded_bwd` as a function `gradients(dy, saved, weight, dstream, seed)` of tensors: dx, and others by name.
+    """`run_norm_bwd` as a function `gradients(dy, saved, weight, dstream, seed)` of tensors: dx, and others by name.
 
     The flags define which of the last three tensors are given; the weight is only read for dx.
 
