@@ -18,6 +18,7 @@ from ..env import short
 from .flatten import Node, plain_type
 
 _OWN, _FOREIGN = "seqfuse", ("torch", "triton", "builtins", "typing", "abc")
+_DATA = bool, int, float, complex, str, bytes, torch.dtype
 _OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}
 
 
@@ -44,7 +45,7 @@ def tells_all(module: nn.Module) -> bool:
 def _is_data(value: Any) -> bool:
     if isinstance(value, tuple | list):
         return all(map(_is_data, cast(Sequence[Any], value)))
-    return value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype | type)
+    return value is None or isinstance(value, (*_DATA, type))
 
 
 def _module(module: nn.Module) -> str:
@@ -56,7 +57,7 @@ def _module(module: nn.Module) -> str:
 
 def _plain(value: Any) -> str:
     """Plain data as its repr, anything else as the name of its type."""
-    if value is None or isinstance(value, bool | int | float | complex | str | bytes | torch.dtype):
+    if value is None or isinstance(value, _DATA):
         return repr(value)
     if isinstance(value, tuple | list):
         return f"({', '.join(_plain(v) for v in cast(Sequence[Any], value))})"

@@ -311,13 +311,8 @@ class Tried:
             return t._replace(storage=places.setdefault(t.storage, len(places)))
 
         owned = tuple(places.values())
-        functions: list[Any] = []  # of recomputed tensors; they may reference a model
-
-        def late(fn: Any, *tensors: Any) -> Any:
-            functions.append(fn)
-            return fn, tensors
-
-        key: Any = about, self.described(step), any_rows(env), owned, changed_in(given, Alike, local, late)
+        told = changed_in(given, Alike, local, _hashable)
+        key: Any = about, self.described(step), any_rows(env), owned, told
         try:
             known = None if parametrized else self._known.get(key) or _known.get(key)
         except TypeError:  # unhashable data
@@ -325,8 +320,10 @@ class Tried:
         numbers = [*places]
         if known is None:
             with _clearer(step, "fwd" if about[0] == "forward" else "bwd"):
-                known, constant, made_again = self._try(numbers, given, call)
-            memo = self._known if functions or made_again else _known
+                known, constant = self._try(numbers, given, call)
+            late = list[Recompute]()
+            changed_in((given, known.results), Recompute, late.append)
+            memo = self._known if late else _known  # functions of recomputed tensors may reference a model
             if key is not None and not constant and not parametrized:
                 if len(memo) >= KEPT:
                     memo.clear()
@@ -348,10 +345,8 @@ class Tried:
             self.owned.add(number)
         return number
 
-    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[Attempt, bool, bool]:
-        """Runs a step. Returns its facts, whether its results include a constant, which only this step may use, and
-        whether they include recomputed tensors.
-        """
+    def _try(self, numbers: Sequence[int], given: Any, call: Callable[[Any], Any]) -> tuple[Attempt, bool]:
+        """Runs a step. Returns its facts, and whether its results include a constant, which only this step may use."""
         concrete = self.whole(given)
         collecting = compiler.collecting() if self._collects else contextlib.nullcontext(dict[str, None]())
         with collecting as kernels, cast_once(apart=True) as casts, Tally() as tally:
@@ -362,7 +357,7 @@ class Tried:
         made: list[int] = []
         found: dict[int, int] = {}  # by storage
         counted: dict[int, int] = {}  # by number of the tally
-        constant = made_again = False
+        constant = False
 
         def leaf(t: Tensor) -> Any:
             nonlocal constant
@@ -381,14 +376,9 @@ class Tried:
                     counted[counting] = found[place]
             return _form(found[place], t)
 
-        def late(fn: Any, *tensors: Any) -> Recompute:
-            nonlocal made_again
-            made_again = True
-            return Recompute(fn, *tensors)
-
-        results, cast = changed_in(outcome, Tensor, leaf, late)
+        results, cast = changed_in(outcome, Tensor, leaf)
         told = tuple([(counted.get(number, -number), size) for number, size in events])
-        return Attempt(results, cast, made, told, tally.work, dict(kernels)), constant, made_again
+        return Attempt(results, cast, made, told, tally.work, dict(kernels)), constant
 
 
 @contextlib.contextmanager
@@ -415,6 +405,10 @@ def any_rows(env: Env) -> Env:
 
 def _form(number: int, t: Tensor) -> Alike:
     return Alike(number, t.shape, t.stride(), int(t.storage_offset()), t.dtype)
+
+
+def _hashable(fn: Any, *tensors: Any) -> Any:
+    return fn, tensors
 
 
 def _fields(record: Any) -> tuple[tuple[str, ...], tuple[Any, ...]]:

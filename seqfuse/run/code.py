@@ -462,28 +462,26 @@ class _Backward:
                 lines.append(f"f['{f.name}'] = data[{i}]")
         for i, f in fields:
             at = i - len(saves.tensors)
-            value = f"tensors[{i if at >= 0 else self.places[i]}]"
+            if self.variant.late is None:
+                held = [f"tensors[{i}]"]
+            elif at >= 0:
+                held = [f"tensors[{f'b{at - 1}' if at else self.places[-1]}:b{at}]"]
+            else:
+                held = [f"tensors[{n}]" for n in range(self.places[i], self.places[i + 1])]
+            self.last += held
+            value = held[0] if held else ""
             if i in self.made_of:
-                given = "".join([f", tensors[{n}]" for n in range(self.places[i], self.places[i + 1])])
-                again.append(f"'{f.name}': {s.put(Recompute)}(data[{first + [*self.made_of].index(i)}]{given})")
+                given = ", ".join([f"data[{first + [*self.made_of].index(i)}]", *held])
+                again.append(f"'{f.name}': {s.put(Recompute)}({given})")
             elif self.variant.late is None:
                 lines.append(f"{s.put(put_field)}(f, '{f.name}', {value})")
             elif at >= 0:
-                lines.append(f"f['{f.name}'] = (*tensors[{f'b{at - 1}' if at else self.places[-1]}:b{at}],)")
+                lines.append(f"f['{f.name}'] = (*{value},)")
             elif layout != "any":
                 lines.append(f"f['{f.name}'] = None if {value} is None else {_fitted(s, value, layout)}")
             else:
                 lines.append(f"f['{f.name}'] = {value}")
         s.add(*lines, *[f"f['_late'] = {{{', '.join(again)}}}"] * bool(again))
-        for i, _ in fields:
-            at = i - len(saves.tensors)
-            if self.variant.late is None:
-                self.last.append(f"tensors[{i}]")
-            elif at < 0:
-                self.last += [f"tensors[{n}]" for n in range(self.places[i], self.places[i + 1])]
-            else:
-                start = f"b{at - 1}" if at else self.places[-1]
-                self.last.append(f"tensors[{start}:b{at}]")
         several = bool(fields) and fields[-1][0] >= len(saves.tensors)
         if layout != "any" and (self.variant.late is None or again or several):
             s.add(f"{s.put(fit_record)}({name}, {s.put(layout)})")
