@@ -222,7 +222,7 @@ class Tried:
 
         def call(given: Any) -> Any:
             reads = dict(zip([channel for _, channel in step.reads], given[1], strict=True))
-            y, named, saved = step.returned(step.call(env, given[0], reads, self._seeds)[0])
+            y, named, saved = step.call(env, given[0], reads, self._seeds)
             records = [_fields(record.among(saved, self._seeds)) for record in step.saves]
             return y, tuple([named[name] for name, _ in step.writes]), tuple(records)
 

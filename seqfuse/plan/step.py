@@ -313,14 +313,14 @@ class Step:
 
     def call(
         self, env: Env, x: Tensor, channels: Mapping[str, Tensor], seeds: Tensor | None
-    ) -> tuple[Any, Tensor, dict[str, Any]]:
-        """Runs its forward; returns the result, x after casts, and the keyword arguments."""
+    ) -> tuple[Tensor, Mapping[str, Tensor], Any]:
+        """Runs its forward; returns y, extra outputs and saved tensors."""
         layout: Layout = self.operation.layout
         given = self.constants(env)
         given |= {name: fit(channels[channel], layout) for name, channel in self.reads}
         given |= {name: _drawn(seeds, index) for name, index in self.seeds}
         x = fit(recast(x, self.cast), layout)
-        return self.operation.fwd(x, **given), x, given
+        return self.returned(self.operation.fwd(x, **given))
 
     def returned(self, out: Any) -> tuple[Tensor, Mapping[str, Tensor], Any]:
         """Split the result of its forward into y, extra outputs and saved tensors."""
@@ -346,7 +346,7 @@ class Step:
         """Runs the forwards of its unfused operations instead: y, extra outputs and the records, in order."""
         outputs, records = dict[str, Tensor](), list[Saved]()
         for (_, prefix, *_), one in zip(self.members, self.unfused(), strict=True):
-            x, made, saved = one.returned(one.call(env, x, channels, seeds)[0])
+            x, made, saved = one.call(env, x, channels, seeds)
             records.append(saved)
             channels.update((c, made[n]) for n, c in one.writes)
             outputs.update((prefix + n, made[n]) for n, _ in one.writes)

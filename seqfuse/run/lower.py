@@ -115,10 +115,6 @@ class Saves(NamedTuple):
     data: tuple[SavedAt, ...]
 
     @classmethod
-    def of(cls, forward: Sequence[Step]) -> Saves:
-        return cls.holding([(i, r) for i, step in enumerate(forward) for r in step.saves])
-
-    @classmethod
     def holding(cls, records: Sequence[tuple[int, Record]]) -> Saves:
         """Saves these records, each with the index of its step."""
         fields = [SavedAt(j, name, kind_of(r.cls, name)) for j, (_, r) in enumerate(records) for name in r.kept]
@@ -183,7 +179,7 @@ class Segment:
         self.live, self.autocast = wants.live_from < span.stop, self.context.env.autocast
         needed = [slot for p in span for name, slot in nodes[p].slots.items() if name in wants.needs[p]]
         self.parameters = tuple(dict.fromkeys(needed))
-        self.saves = Saves.of(self.forward if self.live else ())
+        self.saves = Saves.holding([(i, r) for i, step in enumerate(self.forward) for r in step.saves if self.live])
         if self.replays or self.again is not None:
             every = [slot for p in span for slot in nodes[p].slots.values()]
             self.slots = [*{(id(owner), attribute): (owner, attribute) for owner, attribute in every}.values()]

@@ -261,7 +261,7 @@ def launched(model: sf.Sequential, plan: sf.Plan, tokens: int) -> tuple[Named, N
         x = torch.empty(tokens, model[0].in_features, dtype=torch.bfloat16, device="cuda")
         with Named() as forward:
             for step in plan.forward:
-                x, made, saved = step.returned(step.call(plan.env, x, channels, None)[0])
+                x, made, saved = step.call(plan.env, x, channels, None)
                 channels.update((channel, made[name]) for name, channel in step.writes)
                 each = step.fused and not step.joint
                 steps |= {
