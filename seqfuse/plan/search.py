@@ -82,7 +82,9 @@ def held_by(plan: Plan, searches: Sequence[Search]) -> tuple[int, int] | str:
     """The bytes that a plan of consecutive stretches saves and their peak; or why they are unknown."""
     kept = peak = 0
     try:
-        for own in [search.held(plan) for search in searches]:
+        for search in searches:
+            spans = [span for span in plan.segments if span.start in search.stretch.positions]
+            own = bytes_held(search.weigh, spans, (plan.forward, plan.backward), dict(plan.recomputed))
             kept, peak = kept + own[0], max(peak, kept + own[1])
     except Unknown as error:
         return str(error)
@@ -164,11 +166,6 @@ class Search:
     @cached_property
     def native(self) -> TorchCalls | None:
         return torch_calls(self.stretch)
-
-    def held(self, plan: Plan) -> tuple[int, int]:
-        """The bytes that a plan saves here and their peak; raises `Unknown`."""
-        spans = [span for span in plan.segments if span.start in self.stretch.positions]
-        return bytes_held(self.weigh, spans, (plan.forward, plan.backward), dict(plan.recomputed))
 
     def chosen(self, memory: Choice) -> _Chosen:
         stretch, kept = self.stretch, None if memory == "fast" else self.kept
