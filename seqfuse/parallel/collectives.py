@@ -14,7 +14,6 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..group import ParameterShard
 from ..run import Sequential
-from .checkpoint import shards_in
 from .staged import StagedFuser
 
 
@@ -78,20 +77,21 @@ def clip_grad_norm_(
     """
     if not norm_type > 0:
         raise InputError(f"norm_type must be positive, got {norm_type}", code="SF106", operation="clip_grad_norm_")
-    named = dict(model.named_parameters())
-    parameters = [*named.values()]
+    parameters = [*model.parameters()]
     own = [p for p in parameters if not p.is_meta]
     if not parameters:
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
     norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
-    shards = shards_in(model)
-    for index, (name, parameter) in enumerate(named.items()):
+    # By identity: wrappers such as checkpoint_wrapper change names, and a parametrized weight is no parameter.
+    sharded = ((m, name, shard) for m in model.modules() for name, shard in getattr(m, "shards", {}).items())
+    shards: dict[int, ParameterShard] = {id(m._parameters[name]): shard for m, name, shard in sharded}  # pyright: ignore[reportPrivateUsage]
+    for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
             norm = _norm(parameter.grad, norm_type)
             norms[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
-            if name in shards:
-                norms[index] = _whole_norm(norms[index], shards[name], norm_type)
+            if id(parameter) in shards:
+                norms[index] = _whole_norm(norms[index], shards[id(parameter)], norm_type)
     fusers = [vars(module).get("_fuser") for module in model.modules()]
     for placement in {fuser.placement for fuser in fusers if isinstance(fuser, StagedFuser)}:
         try:

@@ -74,7 +74,7 @@ class TuneReport:
         busy = sum(r.note.startswith(NOT_KEPT) for r in self.rows)
         if self.rows:
             name = max(len("candidate"), *(len(r.fusion) for r in self.rows))
-            at = max(len(r.at) for r in self.rows)
+            at = max(len("at"), *(len(r.at) for r in self.rows))
             head = f"{'candidate':<{name}}  {'at':<{at}}  mode   {'fused us':>10}  {'unfused us':>10}"
             lines.append(f"{head}  {'noise us':>8}  chosen")
             for r in self.rows:

@@ -14,7 +14,7 @@ from seqfuse import compiler, cost_table
 from seqfuse.cli import running
 from seqfuse.env import autocast_of
 from seqfuse.settings import settings
-from seqfuse.tune import TuneReport, timing
+from seqfuse.tune import Row, TuneReport, timing
 
 from .conftest import Cli
 
@@ -47,6 +47,11 @@ def test_running_into_a_file(cli: Cli, tmp_path: Path) -> None:
     assert done.status == 0
     assert "the budget ran out before" in done.out
     assert done.err == ""  # no progress bar outside a terminal
+
+
+def test_columns_are_at_least_as_wide_as_their_heads() -> None:
+    head, row = str(TuneReport((Row("Slow", "2", "train", None, None, None, False),))).splitlines()[1:3]
+    assert head.index("mode") == row.index("train")
 
 
 def test_running_is_under_autocast_where_that_is_asked_for(cli: Cli, monkeypatch: pytest.MonkeyPatch) -> None:

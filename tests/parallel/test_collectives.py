@@ -272,10 +272,22 @@ def a_mask_that_would_be_the_same_everywhere_is_an_error() -> None:
     model.eval()(torch.ones(4, 4))
 
 
+def clipping_knows_the_shards_of_a_model_whose_wrapper_renames_them() -> None:
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    model = sf.Sequential(ops.Linear(4, 8, parallel="column", group=dist.group.WORLD))
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 1.0 + dist.get_rank())
+    norms = [parallel.clip_grad_norm_(m, 1e9) for m in (model, checkpoint_wrapper(model))]
+    assert torch.equal(*norms)
+    assert torch.equal(*everyone(norms[1]))
+
+
 test_masks = Facts({
     2: [
         a_region_has_masks_of_its_own, the_first_process_draws_what_one_process_would,
         shares_of_rows_have_masks_of_their_own, references_draw_the_same, products_that_run_by_themselves_are_seen,
         a_mask_that_would_be_the_same_everywhere_is_an_error,
+        clipping_knows_the_shards_of_a_model_whose_wrapper_renames_them,
     ],
 }).test  # fmt: skip
