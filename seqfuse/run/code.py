@@ -239,7 +239,7 @@ def _save(s: Source, segment: Segment, late: Late, likes: str, leaves: str, ente
 
 
 def _checked_forward(
-    context: Context, passed: set[Any], step: Step, run: Callable[..., Any], /, x: Tensor, **given: Any
+    context: Context, passed: set[Any], step: Step, run: Callable[..., Any], x: Tensor, /, **given: Any
 ) -> Any:
     """Runs a forward; checks its results until the check of its step has `passed`."""
     out = run(x, **given)
@@ -503,7 +503,7 @@ def joint_record(segment: Segment, variant: BackwardVariant, step: Step) -> Call
 
 
 def _checked_backward(
-    context: Context, passed: set[Any] | None, step: Step, run: Callable[..., Any], /, d: Any, *saved: Any, **given: Any
+    context: Context, passed: set[Any] | None, step: Step, run: Callable[..., Any], d: Any, /, *saved: Any, **given: Any
 ) -> Any:
     """Runs a backward; checks its gradients until the check of its step has `passed`, or always if that is `None`."""
     out = run(d, *saved, **given)

@@ -577,3 +577,19 @@ def test_an_operation_may_have_any_attribute() -> None:
     x = tensor(7, 5)
     with sf.fusing(on_error="raise"):
         torch.testing.assert_close(model(x), 2 * (x + model[0].bias))
+
+
+def test_a_slot_may_have_the_name_of_the_incoming_gradient() -> None:
+    class Back(sf.BackwardFusion):
+        d: ops.Bias
+        act: ops.GeLU
+
+        def bwd(self, dy: Tensor, *, d: Any, act: Any) -> Any:
+            dx, _ = self.act.bwd(dy, act)
+            return dx, {"d.bias": rows(dx)}
+
+    model, x = randomized(sf.Sequential(ops.Bias(5), ops.GeLU(), fusions=(Back,))), tensor(7, 5)
+    with sf.fusing(on_error="raise"):
+        got = run(model, x)
+    with sf.fusing(False):
+        assert_exact(got, run(model, x))
