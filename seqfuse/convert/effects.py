@@ -93,9 +93,18 @@ def _picks_kernels(node: Node) -> bool:
 
 
 def _memory(node: Any) -> object:
-    """The identity of the storage of a tensor, or of several in one, from their fake tensors; `None` if unknown."""
-    while spelled(node) == "dropout" and (source := is_same(node)) is not None:
-        node = source  # without dropout the result is the input, which fake tensors do not show
+    """The identity of the storage of a tensor, or of several in one; `None` if unknown."""
+    memory = _storage(node)
+    while isinstance(node, Node) and node.args and isinstance(source := node.args[0], Node):
+        # Without dropout the result is the input, which neither its fake tensor nor those of its views show.
+        is_input = spelled(node) == "dropout" and is_same(node) is not None
+        if not is_input and (memory is None or _storage(source) != memory):
+            break
+        node, memory = source, _storage(source)
+    return memory
+
+
+def _storage(node: Any) -> object:
     value, found = value_of(node), set[object]()
     several = cast("Sequence[Any]", value) if isinstance(value, tuple | list) else (value,)
     for t in several:

@@ -303,6 +303,20 @@ def test_what_a_call_that_no_operation_matches_changes_in_place_is_changed():
     assert_same(Layers(lambda m, x: (lambda h: (F.elu(h, inplace=True), m.b(h))[1])(m.a(x))).double(), X)
 
 
+@pytest.mark.parametrize("inplace", [False, True])
+def test_a_view_of_a_dropout_that_is_off_is_a_view_of_its_input(inplace: bool):
+    """As Dynamo captures it: its fake tensor is a copy."""
+
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        h = x.sin()
+        y = F.dropout(h, 0.5, False, inplace)
+        z = h + m.a(x)
+        y.view(8, 8).mul_(2)
+        return m.b(z)
+
+    assert_same(Layers(spelling).double(), X)
+
+
 def test_equal_results_of_a_model_stay_two_tensors():
     def spelling(m: Layers, x: Tensor) -> Any:
         h = m.c(F.relu(m.a(x)))
