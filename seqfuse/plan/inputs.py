@@ -8,13 +8,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.compiler import is_compiling
 from torch.overrides import is_tensor_like  # pyright: ignore[reportUnknownVariableType]
 
 from ..casts import dtype_of
-from ..env import Env
+from ..env import Env, autocast_of
 from ..errors import InputError, PluginError, SeqfuseError
 from ..fake import faking, is_fake
+from .described import describe, tells_all
 from .flatten import Node, located
 from .reference import walk_reference
 
@@ -161,6 +163,9 @@ def dtypes_of(
     """The dtypes of the input of each position and of the last result, from running the references on fake tensors;
     `None` from the first position that cannot run on them.
     """
+    key = _known_by(nodes, positions, x, channels)
+    if key in _known_dtypes:
+        return _known_dtypes[key]
     found: list[torch.dtype | None] = []
     fake = is_fake(x)
     # Dispatch modes that count operators must not count this run, which finds out dtypes only.
@@ -176,7 +181,31 @@ def dtypes_of(
             found.append(y.dtype)
     except Exception:
         found += [None] * (len(positions) + 1 - len(found))
+    if key is not None:
+        if len(_known_dtypes) >= _MOST:
+            _known_dtypes.clear()
+        _known_dtypes[key] = found
     return found
+
+
+_MOST = 1024
+_known_dtypes: dict[Any, list[torch.dtype | None]] = {}  # a cache, since layers of a model are alike
+
+
+def _known_by(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapping[str, Tensor]) -> Any:
+    """The cache key of the dtypes along a region; `None` if descriptions of operations and tensors do not determine
+    them.
+    """
+    inside = [nodes[position] for position in positions]
+    own = [owner._parameters.get(name) for node in inside for owner, name in node.slots.values()]  # pyright: ignore[reportPrivateUsage]
+    given = (x, *channels.values())
+    if not all(type(t) in (Tensor, nn.Parameter) for t in (*own, *given)):
+        return None
+    if not all(tells_all(node.operation) and next(node.operation.buffers(), None) is None for node in inside):
+        return None
+    told = [(describe(node), node.operation.training, node.inputs, node.outputs) for node in inside]
+    likes = [(*Like.of(t), t.layout) for t in given]
+    return (*told,), (*likes,), (*channels,), autocast_of(x.device.type), torch.get_default_dtype(), is_compiling()
 
 
 class Border(NamedTuple):

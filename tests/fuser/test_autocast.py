@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.casts import cast_once, lowered
-from seqfuse.plan import flatten
+from seqfuse.plan import flatten, inputs
 from seqfuse.plan.inputs import dtypes_of, under_autocast
 from tests.watching import saving
 
@@ -272,6 +272,37 @@ def test_dtypes_that_follow_from_what_operations_declare_are_those_of_a_run(name
         ran = dtypes_of(nodes, range(len(nodes)), x, {"a": a})
     assert None not in ran
     assert [border.given for border in declared] == ran
+
+
+class _WithAFunction(ops.Tanh):
+    """Its dtype may depend on its non-tensor fields."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.function = torch.nn.Identity.forward
+
+
+def test_references_run_once_to_learn_the_dtypes_of_layers_that_are_alike(monkeypatch: pytest.MonkeyPatch):
+    runs, walk = list[int](), inputs.walk_reference
+    monkeypatch.setattr(inputs, "_known_dtypes", {})
+    monkeypatch.setattr(inputs, "walk_reference", lambda *given: (runs.append(1), walk(*given))[1])
+    x, a = draw(3, 5, dtype=FULL), draw(3, 5, dtype=HALF)
+
+    def dtypes(*inner: Any, x: Tensor = x, a: Tensor = a) -> tuple[int, list[torch.dtype | None]]:
+        runs.clear()
+        nodes = flatten(sf.Sequential(*inner))
+        found = dtypes_of(nodes, range(len(nodes)), x, {"a": a})
+        return len(runs), found
+
+    known = [FULL, FULL, FULL]
+    assert dtypes(ops.LayerNorm(5), ops.Add("a")) == (2, known)
+    assert dtypes(ops.LayerNorm(5), ops.Add("a")) == (0, known)
+    assert dtypes(ops.LayerNorm(5), ops.Add("a"), x=x.to(HALF))[0] == 2
+    assert dtypes(ops.LayerNorm(5), ops.Add("a"), a=a.double()) == (2, [FULL, FULL, torch.float64])
+    assert dtypes(ops.LayerNorm(5, dtype=HALF), ops.Add("a"))[0] == 2
+    with torch.autocast("cpu", HALF):
+        assert dtypes(ops.LayerNorm(5), ops.Add("a"))[0] == 2
+    assert [dtypes(_WithAFunction(), ops.Add("a"))[0] for _ in range(2)] == [2, 2]
 
 
 class _WideInTraining(ops.Tanh):
