@@ -89,6 +89,21 @@ def test_the_forward_is_used_where_it_is_faster_than_atens(norm: Any, dtype: tor
         assert_fused_close(y, model(x).detach(), model.double()(x.double()).detach())
 
 
+def test_a_bias_has_its_gradient_where_weight_and_input_need_none(monkeypatch: pytest.MonkeyPatch):
+    ran, bwd = list[frozenset[str]](), fusions.NormBackward.bwd
+
+    def counted(self: Any, dy: torch.Tensor, *, needs: frozenset[str], **given: Any) -> Any:
+        ran.append(needs)
+        return bwd(self, dy, needs=needs, **given)
+
+    monkeypatch.setattr(fusions.NormBackward, "bwd", counted)
+    model, dy = sf.Sequential(ops.LayerNorm(64), fusions=(fusions.NormBackward,)), seeded_randn((128, 64), 1)
+    model[0].weight.requires_grad_(False)
+    model(seeded_randn((128, 64), 0)).backward(dy)
+    assert set(ran) == {frozenset({"norm.bias"})}
+    torch.testing.assert_close(model[0].bias.grad, dy.sum(0))
+
+
 def test_parameters_that_no_kernel_reads_are_refused():
     x, other = seeded_randn((64, 128), 0), seeded_randn((64, 128), 1)
     norm = sf.Sequential(ops.RMSNorm(128, dtype=torch.float64), fusions=(NormForward,))
