@@ -83,7 +83,7 @@ def clip_grad_norm_(
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
     norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
-    # By identity: wrappers such as checkpoint_wrapper change names, and a parametrized weight is no parameter.
+    # By identity, since wrappers such as checkpoint_wrapper change names.
     sharded = ((m, name, shard) for m in model.modules() for name, shard in getattr(m, "shards", {}).items())
     shards: dict[int, ParameterShard] = {id(m._parameters[name]): shard for m, name, shard in sharded}  # pyright: ignore[reportPrivateUsage]
     for index, parameter in enumerate(parameters):

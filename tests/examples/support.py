@@ -221,7 +221,7 @@ def how() -> str:
         ("a fusion of Triton kernels against its operations", "`check_fusion`", "Triton's interpreter", sets[1],
          either(checked("fusions/triton/test_*.py"), in_cases("fusions/triton/test_check.py"))),
         ("a fusion of C kernels against its operations", "`check_fusion`", "CPU", {one.__name__ for one in in_c()},
-         {**checked("kernels/c/test_*.py"), **in_cases("fusions/test_*_in_c.py")}),
+         {**checked("kernels/c/test_*.py"), **in_cases("fusions/test_in_c.py")}),
         ("a Triton kernel against its math in float64", "error bound", "Triton's interpreter", kernels, kernels),
     )  # fmt: skip
     lines = [f"| what | by | on | {' | '.join(str(dtype).removeprefix('torch.') for dtype in DTYPES)} |"]
