@@ -112,6 +112,7 @@ def clip_grad_norm_(
 def _whole_norm(norm: Tensor, shard: ParameterShard, p: float) -> Tensor:
     if p == float("inf"):
         return shard.group.all_reduce(norm, "clip_grad_norm_", "max")
+    norm = norm.to(torch.promote_types(norm.dtype, torch.float32))  # its power may exceed the range of float16
     return shard.group.all_reduce(norm**p, "clip_grad_norm_") ** (1 / p)
 
 

@@ -283,11 +283,20 @@ def clipping_knows_the_shards_of_a_model_whose_wrapper_renames_them() -> None:
     assert torch.equal(*everyone(norms[1]))
 
 
+def the_power_of_a_norm_in_float16_may_exceed_its_range() -> None:
+    model = sf.Sequential(ops.Linear(4, 8, parallel="column", group=dist.group.WORLD)).half()
+    for p in model.parameters():
+        p.grad = torch.full_like(p, 300.0)
+    assert parallel.clip_grad_norm_(model, 1.0).item() == pytest.approx(300 * 40**0.5, rel=1e-3)
+    assert model[0].weight.grad[0, 0].item() == pytest.approx(40**-0.5, rel=1e-3)
+
+
 test_masks = Facts({
     2: [
         a_region_has_masks_of_its_own, the_first_process_draws_what_one_process_would,
         shares_of_rows_have_masks_of_their_own, references_draw_the_same, products_that_run_by_themselves_are_seen,
         a_mask_that_would_be_the_same_everywhere_is_an_error,
         clipping_knows_the_shards_of_a_model_whose_wrapper_renames_them,
+        the_power_of_a_norm_in_float16_may_exceed_its_range,
     ],
 }).test  # fmt: skip
