@@ -35,8 +35,6 @@ for backend in (torch.cuda, torch.xpu, torch.mtia):
     if not backend.is_available():
         # torch notes each seed with a formatted stack for a device that may start later: 1 ms per test.
         backend.manual_seed_all = lambda seed: None
-# Dynamo empties the processor's caches to time the guards of each graph, and drops the result: 30 ms per graph.
-torch._C._dynamo.guards.profile_guard_manager = lambda *guards: 0.0
 
 # Draws are slow now and then on a loaded machine with two cores, whatever the test.
 _PATIENT = {"deadline": None, "suppress_health_check": [hypothesis.HealthCheck.too_slow], "print_blob": True}
@@ -167,12 +165,8 @@ def pytest_runtest_protocol(item: pytest.Item, nextitem: pytest.Item | None) -> 
 
 def pytest_collection_finish() -> None:
     gc.collect()
-    gc.freeze()  # the garbage collector does not visit modules and tests again
-    gc.set_threshold(10_000, 20, 20)  # tracers allocate much and leave few cycles: 7 % of their time at 700, 10, 10
+    processes.lighten()
     gc.enable()
-    if "torch._dynamo" in sys.modules:
-        # Read at each step of tracing, through aliases and overrides: 5 % of its time.
-        vars(sys.modules["torch._dynamo.config"])["verbose"] = False
 
 
 @pytest.hookimpl(trylast=True)
@@ -242,6 +236,15 @@ def _names(dtype: torch.dtype) -> tuple[str, ...]:
 
 def _is_fusion(value: Any) -> bool:
     return isinstance(value, type) and "FusedOperation" in {base.__name__ for base in value.__mro__}
+
+
+@pytest.fixture
+def quick_inductor() -> Iterator[None]:
+    """Inductor compiles its own few kernels only: no header for more of them and no try of each kind of vectors, which
+    take seconds each, and it starts no processes, which import torch."""
+    quick = {"compile_threads": 1, "cpp_cache_precompile_headers": False, "cpp.vec_isa_ok": True}
+    with torch._inductor.config.patch(quick):
+        yield
 
 
 @pytest.fixture

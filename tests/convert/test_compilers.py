@@ -128,13 +128,12 @@ def test_a_converted_model_is_not_exported():
     assert chains(assert_same(Asking(), X))
 
 
-def test_the_rest_may_go_through_inductor():
+def test_the_rest_may_go_through_inductor(quick_inductor: None):
     model = nn.Sequential(Block(), nn.Softmax(-1)).float()
     x = X.float()
     wanted = passes(model, x)
     conversion = sf.convert(model, then="inductor")
-    with torch._inductor.config.patch(compile_threads=1):  # others are processes that import torch
-        assert_equal(passes(model, x), wanted, 1e-5)
+    assert_equal(passes(model, x), wanted, 1e-5)
     assert chains(conversion)
 
 

@@ -301,13 +301,13 @@ def test_a_member_compiled_by_itself_runs_compiled(which: int):
 
 
 @pytest.mark.full  # half a minute of C++ compilation; test_inductor_calls_the_operators runs by default
-def test_inductor_forward_and_backward():
+def test_inductor_forward_and_backward(quick_inductor: None):
     model, x = mlp(dropout=0.5), draw(5, 5)
     torch.manual_seed(3)
     want = passes(model, x)
     compiled = torch.compile(model, fullgraph=True)
     torch.manual_seed(3)
-    with torch._inductor.config.patch(fallback_random=True, compile_threads=1):
+    with torch._inductor.config.patch(fallback_random=True):
         found = passes(compiled, x)
     assert_same(dict(zip(want, found.values(), strict=True)), want, 1e-9)
 
