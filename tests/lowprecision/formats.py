@@ -101,27 +101,30 @@ def quantized(
     rows = x.detach().float().numpy()
     rows = rows.reshape(-1, rows.shape[-1]) if rows.shape[-1] else np.zeros((int(np.prod(rows.shape[:-1])), 0), "f4")
     down, across, high, wide = blocks(rows.shape, size)
-    codes = np.zeros(rows.shape, np.uint8)
     inverse = np.ones((down, across), np.uint8 if mx else np.float32)
+    scales = np.ones((down, across), np.float32)
     for i in range(down):
         for j in range(across):
-            here = slice(i * high, (i + 1) * high), slice(j * wide, (j + 1) * wide)
-            block = rows[here]
+            block = rows[i * high : (i + 1) * high, j * wide : (j + 1) * wide]
             if mx:
                 e = exponent_of(block, form)
-                inverse[i, j], scale = e + 127, np.float32(2.0**-e)
+                inverse[i, j], scales[i, j] = e + 127, np.float32(2.0**-e)
             else:
-                scale = scale_of(block, form, power_of_two)
-                inverse[i, j] = np.float32(1) / scale
-            with np.errstate(over="ignore", invalid="ignore"):
-                codes[here] = encode(block * scale, form)
-            codes[here][~np.isfinite(block)] = 0x7F
+                scales[i, j] = scale_of(block, form, power_of_two)
+                inverse[i, j] = np.float32(1) / scales[i, j]
+    with np.errstate(over="ignore", invalid="ignore"):
+        codes = encode(rows * spread(scales, high, wide, rows.shape), form)
+    codes[~np.isfinite(rows)] = 0x7F
     return codes, inverse
+
+
+def spread(scales: Array, high: int, wide: int, shape: tuple[int, ...]) -> Array:
+    """The scale of each number."""
+    return np.repeat(np.repeat(scales, high, 0), wide, 1)[: shape[0], : shape[1]]
 
 
 def values(codes: Array, inverse: Array, size: tuple[int | None, int | None], form: Format, mx: bool = False) -> Array:
     """The exact operand of a GEMM: codes times their inverse scales, in float64."""
     _, _, high, wide = blocks(codes.shape, size)
     scale = 2.0 ** (inverse.astype(np.float64) - 127) if mx else inverse.astype(np.float64)
-    m, n = codes.shape
-    return decode(codes, form) * np.repeat(np.repeat(scale, high, 0), wide, 1)[:m, :n]
+    return decode(codes, form) * spread(scale, high, wide, codes.shape)
