@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import io
 import pickle
@@ -19,7 +20,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
 import seqfuse as sf
 from seqfuse.testing import seeded_randn
@@ -164,6 +165,45 @@ def test_a_checkpointed_body_drops_the_same_in_its_second_run(reentrant: bool):
     assert_equal(found, passes(model, X))
     assert chains(conversion)
     assert conversion.graphs[1].regions
+
+
+def test_a_selective_checkpoint_saves_what_its_policy_says():
+    saved = list[Any]()
+
+    def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        if op is not torch.ops.aten.addmm.default:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        saved.append(op)
+        return CheckpointPolicy.MUST_SAVE
+
+    contexts = functools.partial(create_selective_checkpoint_contexts, policy)
+
+    class Selective(Net):
+        def forward(self, x: Tensor) -> Tensor:
+            return checkpoint(super().forward, x, use_reentrant=False, context_fn=contexts)  # pyright: ignore[reportReturnType]
+
+    wanted, count = passes(Selective(), X), len(saved)
+    conversion = sf.convert(Selective())
+    assert_equal(passes(conversion.model, X), wanted)
+    assert chains(conversion)
+    assert len(saved) == 2 * count > 0
+
+
+class Switched(Net):
+    """A region without autocast within one with it, and GEMMs behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", enabled=False):
+                x = torch.sin(x)
+            return self.layers[0].out(F.gelu(self.layers[0].fc(x)))
+
+
+def test_the_end_of_an_inner_region_of_autocast_does_not_end_the_outer_one():
+    conversion = sf.convert(Switched().float())
+    assert conversion.model(X.float()).dtype is torch.bfloat16
+    assert chains(conversion)
+    assert not conversion.graphs[0].left
 
 
 @pytest.mark.parametrize("reentrant", [False, True])

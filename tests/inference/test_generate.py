@@ -73,7 +73,7 @@ def are_draws_of(weights: Tensor, found: Tensor) -> None:
     ("how", "kept"),
     [
         ({}, [0, 1, 2, 3]), ({"top_k": 2}, [1, 3]), ({"top_p": 0.75}, [1, 3]), ({"top_p": 0.55}, [1, 3]),
-        ({"top_k": 3, "top_p": 0.95}, [1, 2, 3]),
+        ({"top_k": 3, "top_p": 0.95}, [1, 2, 3]), ({"top_p": 0.7, "temperature": 0.5}, [1]),
     ],
     ids=str,
 )  # fmt: skip
@@ -81,7 +81,8 @@ def test_draws_follow_the_probabilities_that_are_left(how: dict[str, Any], kept:
     probabilities = torch.tensor([0.1, 0.5, 0.15, 0.25])
     model, generator = Fixed(probabilities.log()), torch.Generator().manual_seed(0)
     x = torch.zeros(2000, 1, dtype=torch.long)
-    found = generate(model, x, 5, temperature=1.0, generator=generator, use_cache=False, **how)[:, 1:].flatten()
+    how = {"temperature": 1.0, **how}
+    found = generate(model, x, 5, generator=generator, use_cache=False, **how)[:, 1:].flatten()
     are_draws_of(torch.zeros(4).index_fill_(0, torch.tensor(kept), 1) * probabilities, found)
 
 

@@ -295,16 +295,19 @@ def test_what_padding_took_up_is_free_again():
         cache.feed(model, tokens(2, 1))
 
 
+@pytest.mark.parametrize("int8", [False, True])
 @pytest.mark.parametrize("ragged", [False, True])
-def test_reordered_sequences_go_on_from_their_new_pasts(ragged: bool):
+def test_reordered_sequences_go_on_from_their_new_pasts(ragged: bool, int8: bool):
     model, x = model_of("Llama"), tokens(3, 7)
     counts = torch.tensor([7, 3, 5]) if ragged else None
-    cache = KVCache(3, 20)
+    cache, fed = KVCache(3, 20, int8=int8), KVCache(3, 20, int8=int8)
     cache.feed(model, x, counts)
     index, new = torch.tensor([2, 0, 0]), tokens(3, 1, seed=9)
     cache.reorder(index)
     found = cache.feed(model, new)[:, -1]
-    for b, source in enumerate(index.tolist()):
+    fed.feed(model, x[index], None if counts is None else counts[index])
+    close(found, fed.feed(model, new)[:, -1])
+    for b, source in enumerate([] if int8 else index.tolist()):
         past = x[source, : 7 if counts is None else int(counts[source])]
         with torch.no_grad():
             close(found[b], model(torch.cat((past, new[b])).unsqueeze(0))[0, -1])

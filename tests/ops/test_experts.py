@@ -98,6 +98,13 @@ def test_of_logits_whose_sigmoids_are_1_the_greatest_is_chosen():
     assert torch.equal(op.reference(torch.ones(3, 4))[1]["experts"], made["experts"])
 
 
+def test_factors_of_sigmoids_that_are_0_are_0():
+    op, x = ops.Route(4, 4, 2, "sigmoid"), torch.ones(3, 4)
+    op.weight.data.fill_(-50.0)
+    for made in (op.fwd(x)[1], op.reference(x)[1]):
+        assert torch.equal(made["probs"], torch.zeros(3, 2))
+
+
 CASES = st.tuples(st.integers(1, 8), st.integers(1, 9), st.integers(0, 12), st.integers(0, 2**31))
 
 
