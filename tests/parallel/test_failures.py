@@ -118,6 +118,13 @@ def another_plan_is_an_error_everywhere() -> None:
     assert "CopyToTensorParallel" in text
 
 
+def another_shape_is_an_error_everywhere() -> None:
+    """Of as many numbers, so that the sum itself would not fail."""
+    x = torch.randn((3, 4, 4) if dist.get_rank() else (2, 6, 4))
+    with pytest.raises(sf.StateError, match=r"processes 1 of group .* have another plan or input than process 0"):
+        compared(lambda: pair()(x))
+
+
 def other_seeds_are_an_error_everywhere() -> None:
     torch.manual_seed(dist.get_rank())
     with pytest.raises(sf.StateError, match=r"processes 1 of group .* have other seeds than process 0"):
@@ -137,8 +144,8 @@ def the_rank_that_measures_waits_for_nobody() -> None:
 test_in_several_processes = Facts({
     2: [
         a_fusion_with_a_collective_in_it_does_not_fall_back, one_process_falls_back_between_collectives,
-        processes_that_agree_run, another_plan_is_an_error_everywhere, other_seeds_are_an_error_everywhere,
-        the_rank_that_measures_waits_for_nobody,
+        processes_that_agree_run, another_plan_is_an_error_everywhere, another_shape_is_an_error_everywhere,
+        other_seeds_are_an_error_everywhere, the_rank_that_measures_waits_for_nobody,
     ],
 }).test  # fmt: skip
 

@@ -214,6 +214,19 @@ def test_what_runs_by_itself_on_a_share_of_the_rows_must_know_it(group: Any) -> 
     assert model.plan().eager[0].name == "LayerNorm"
 
 
+def test_what_runs_by_itself_and_contains_a_dropout_is_refused_where_masks_differ(group: Any) -> None:
+    inner = sf.Sequential(ops.GeLU(), ops.Dropout(0.5))
+    model = sf.Sequential(ops.CopyToTensorParallel(group), inner, ops.AllReduce(group))
+    inner.register_forward_hook(lambda *_: None)
+    with pytest.raises(sf.PlanError, match=r"SF201 .*it runs by itself where each process needs its own mask"):
+        model.plan()
+
+
+def test_a_shard_does_not_hold_the_memory_of_the_whole(group: Any) -> None:
+    model = parallel.parallelize(block(), group, {"*attention.mixer": "heads", "*feedforward.mixer": "features"})
+    assert all(p.untyped_storage().nbytes() == p.nbytes for p in model.parameters())
+
+
 def test_a_list_that_runs_by_itself_ends_as_its_last_collective_does(group: Any) -> None:
     inner = sf.Sequential(
         ops.Linear(8, 8, parallel="column", group=group), ops.GeLU(), ops.Linear(8, 8, parallel="row", group=group)

@@ -324,3 +324,26 @@ class TakesGradientsOfAllOutputs(Both):
 
     def bwd(self, dy, saved, *, d_rest, needs):
         return super().bwd(dy, saved, d_rest=dy if d_rest is None else d_rest, needs=needs)
+
+
+@caught("fwd: other was modified, first at")
+class MutatesAnExtraInput(Both):
+    def reference(self, x, *, other):
+        return x + 2 * other, {"rest": 3 * x}
+
+    def fwd(self, x, *, other):
+        found = super().fwd(x, other=other)
+        other.data.mul_(2)
+        return found
+
+
+@caught("bwd: d_rest was modified, first at")
+class MutatesAnExtraGradient(Both):
+    def reference(self, x, *, other):
+        return x + 2 * other, {"rest": 3 * x}
+
+    def bwd(self, dy, saved, *, d_rest, needs):
+        found = super().bwd(dy, saved, d_rest=d_rest, needs=needs)
+        if d_rest is not None:
+            d_rest.data.mul_(2)
+        return found
