@@ -85,12 +85,14 @@ class Case:
 
     def of(self, memory: Any) -> tuple[int, int]:
         states = [*graph(0, self.n, self.candidates, self.live, self.kept)]
-        ahead, back = passes_of(chosen_for(memory, states, ENV), self.live)
+        path = chosen_for(memory, states, ENV)
+        ahead, back = passes_of(path, self.live)
         used = [*{id(c): c for c in (*ahead, *back)}.values()]
         assert {id(c) for c in ahead} == {id(c) for c in used if self.passes(c)[0]}
         assert {id(c) for c in back} == {id(c) for c in used if self.passes(c)[1]}
         found = self.figures(used)
         assert found is not None
+        assert found[1] == path[1]
         return found
 
 
@@ -510,6 +512,13 @@ def test_what_a_step_saves_is_found_once_for_steps_that_are_alike(monkeypatch: p
         saved = [*kept.own, *(kept.fused[s.start, s.operation] for s in steps)]
         told.append([[sum(kept.sizes[t] for t in one & other) for other in saved] for one in saved])
     assert told[0] == told[1]
+
+
+@torch.no_grad()
+def test_a_dropout_is_tried_in_its_mode():
+    model, x = sf.Sequential(ops.Linear(8, 64), ops.Dropout(0.5), ops.Linear(64, 8)), torch.randn(128, 8)
+    peaks = [model.train(mode).plan(x).memory.peak for mode in (True, False, True)]
+    assert peaks == [17 * x.nbytes, 10 * x.nbytes, 17 * x.nbytes]
 
 
 class Keeping(Doubles):

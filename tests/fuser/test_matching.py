@@ -316,6 +316,21 @@ def test_reasons_of_gradient_modes() -> None:
     assert {r.fusion: r.reason for r in plan.refused} == {"BiasGeLUBackward": "no gradient is needed here"}
 
 
+def test_a_fusion_that_keeps_an_output_of_the_call_to_itself_is_refused() -> None:
+    class ForkGeLU(sf.InferenceFusion):
+        fork: ops.Fork
+        act: ops.GeLU
+
+        def fwd(self, x: Tensor) -> Any: ...
+
+    model, x = sf.Sequential(ops.Fork("r"), ops.GeLU(), fusions=(ForkGeLU,)), tensor(7, 5)
+    with torch.no_grad():
+        plan = model.plan(x)
+        assert fused_names(plan) == ([], [])
+        assert "fork_out is read elsewhere" in plan.refused[0].reason
+        torch.testing.assert_close(model(x), (nn.functional.gelu(x), x))
+
+
 def test_every_match_that_is_not_used_is_among_the_refused() -> None:
     everything = tuple(dict.fromkeys(f for c in CASES for f in c.fusions))
     for case in CASES:

@@ -85,16 +85,20 @@ def half_numbers_and_no_rows() -> None:
 def transforms_see_the_references() -> None:
     """Forward-mode AD supports them, and gradients are those of the planned sequence, also of summed parameters."""
     tokens = torch.tensor([[1, 11, 4, 6, 2, 5, 0, 9]])
+    whole = sf.Sequential(ops.Linear(4, 4), ops.AllGather(dist.group.WORLD, -2)).double()
+    given: dict[str, Any] = {"a whole Linear": (whole, own(1, 3, 4), own(2, 6, 4))}
     for dim in (None, -2):
         model = parallel.parallelize(LanguageModel(), dist.group.WORLD, {"body.0": "vocab", "head": "vocab", **PLAN},
                                      sequence_dim=dim)  # fmt: skip
-        y, grads = results(model, tokens, torch.tensor(1.0))
+        given[str(dim)] = model, tokens, torch.tensor(1.0)
+    for of, (model, x, dy) in given.items():
+        y, grads = results(model, x, dy)
         with torch.autograd.forward_ad.dual_level():
-            y_plain, plain = results(model, tokens, torch.tensor(1.0))
+            y_plain, plain = results(model, x, dy)
         torch.testing.assert_close(y_plain, y)
         assert plain.keys() == grads.keys()
         for name, grad in grads.items():
-            torch.testing.assert_close(plain[name], grad, msg=lambda m, n=f"{dim} {name}": f"{n}: {m}")
+            torch.testing.assert_close(plain[name], grad, msg=lambda m, n=f"{of} {name}": f"{n}: {m}")
 
 
 def a_compiler_traces_a_divided_model() -> None:

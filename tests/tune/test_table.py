@@ -330,6 +330,13 @@ def test_two_machines_do_not_write_over_each_others_measurements(tmp_path: Path)
     assert path.read_text() == text
 
 
+def test_what_is_measured_again_replaces_what_a_file_has(tmp_path: Path):
+    path, again = tmp_path / "own.json", {"a": Measurement(3.0, 4.0)}
+    for found in ({"a": Measurement(1.0, 2.0), "b": Measurement(5.0, 6.0)}, again):
+        cost_table.save(path, machine(), found)
+    assert cost_table.measured_in(path, machine()) == {"b": Measurement(5.0, 6.0), **again}
+
+
 # Faults of folders.
 
 

@@ -111,9 +111,9 @@ def test_strides_do_not_matter(layout: str) -> None:
         "rows apart": wide.repeat(2, 1)[:10, 3:9],
         "one row for all": wide[0, 0].expand(10, 6),
     }[layout][:, :6]
-    other = seeded_randn((10, 12), 1)[:, 6:]
-    steps = chains.Chain(chains.act(SILU), chains.add(), chains.column_sum())
-    got, expected = run(x, steps, other), run(x.contiguous(), steps, other.contiguous())
+    row, other = seeded_randn((6, 2), 2)[:, 0], seeded_randn((10, 12), 1)[:, 6:]
+    steps = chains.Chain(chains.bias(), chains.act(SILU), chains.add(), chains.column_sum())
+    got, expected = run(x, steps, row, other), run(x.contiguous(), steps, row.contiguous(), other.contiguous())
     assert all(torch.equal(a, b) for a, b in zip(got, expected, strict=True) if a is not None and b is not None)
 
 
