@@ -56,7 +56,7 @@ MODELS: dict[str, tuple[str, dict[str, Any], str]] = {
         WHOLE.replace("Add", f"{SHARED}, Add, Add", 1),
     ),
     "deepseek-v3": (
-        "DeepseekV3", {**MLA, "routed_scaling_factor": 2.5}, WHOLE.replace("Add", f"{SHARED}, Add, Add", 1),
+        "DeepseekV3", {**MLA, "routed_scaling_factor": 2.446}, WHOLE.replace("Add", f"{SHARED}, Add, Add", 1),
     ),
     "llama4": (
         "Llama4", {**LOCAL, "intermediate_size_mlp": 48, "num_experts_per_tok": 1, "head_dim": 8},

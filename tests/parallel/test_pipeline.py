@@ -300,6 +300,7 @@ def training_goes_as_in_one_process() -> None:
             optimizer.step()
     assert torch.equal(torch.stack(norms[::2]), torch.stack(norms[1::2]))
     assert min(norms) < LIMIT < max(norms), norms
+    assert torch.equal(*(clip_grad_norm_(m, 1e9) for m in (staged, nn.ModuleDict({"inner": staged}))))
     expected = dict(alone.named_parameters())
     for name, p in own(staged).items():
         assert torch.equal(p, expected[name]), name
