@@ -15,6 +15,7 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from multiprocessing import forkserver
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -52,13 +53,22 @@ FULL = False
 torch._C._dynamo.guards.profile_guard_manager = lambda *guards: 0.0
 
 
+_SPARSE = {torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc}
+
+
 def lighten() -> None:
-    """From here on a process spends less time on the garbage collector and on Dynamo's settings."""
+    """From here on a process spends less time on the garbage collector and on what torch notes for logs."""
     gc.freeze()  # no collection visits again what has been imported, and copies its pages in a forked process
     gc.set_threshold(10_000, 20, 20)  # tracers allocate much and leave few cycles: 7 % of their time at 700, 10, 10
     if "torch._dynamo" in sys.modules:
+        config = sys.modules["torch._dynamo.config"]
         # Read at each step of tracing, through aliases and overrides: 5 % of its time.
-        vars(sys.modules["torch._dynamo.config"])["verbose"] = False
+        vars(config)["verbose"] = False
+        config.side_effect_replay_policy = "silent"  # a stack for each assignment that is traced, for a log
+    if "torch._subclasses.fake_tensor" in sys.modules:
+        fake: Any = sys.modules["torch._subclasses.fake_tensor"]
+        # Asked four times for each result, it makes a set each time.
+        fake.is_sparse_any = lambda t: isinstance(t, torch.Tensor) and t.layout in _SPARSE
 
 
 class Facts:

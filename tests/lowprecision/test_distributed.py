@@ -14,7 +14,7 @@ import seqfuse as sf
 from seqfuse import ops, recipes
 from seqfuse.recipes import Recipe
 from seqfuse.testing import assert_bitwise_equal, seeded_randn
-from tests.parallel.sharded import copy_shares, results, share_of
+from tests.parallel.sharded import copy_shares, in_the_first, results, share_of
 from tests.processes import Facts
 
 from .named import RECIPES
@@ -38,11 +38,14 @@ def trained(model: nn.Module, inner: sf.Sequential, steps: int = 3) -> list[Tens
 def like_one_process(make: Any, steps: int = 3) -> None:
     """With the same tokens in each process the mean of gradients is that of one, except for the rounding of a sum of
     three."""
-    plain = model_of()
-    (unquantized,) = trained(plain, plain, 1)
+
+    def alone(recipe: Recipe | None, steps: int) -> list[Tensor]:
+        model = model_of(recipe)
+        return trained(model, model, steps)
+
+    (unquantized,) = in_the_first(lambda: alone(None, 1))
     for recipe in RECIPES:
-        alone = model_of(recipe)
-        expected = trained(alone, alone, steps)
+        expected = in_the_first(lambda own=recipe: alone(own, steps))
         inner = model_of(recipe)
         model = make(inner)
         losses = trained(model, inner, steps)
@@ -82,10 +85,10 @@ def fsdp_with_empty_shards() -> None:
 
     like_one_process(make, steps=2)
     for recipe in RECIPES:
-        alone, model = (experts(recipe) for _ in "ab")
+        expected, model = in_the_first(lambda own=recipe: routed(experts(own))), experts(recipe)
         fully_shard(model)
         assert not last or next(model.parameters()).to_local().numel() == 0
-        found, expected = (routed(one) for one in (model, alone))
+        found = routed(model)
         assert_bitwise_equal(found[:2], expected[:2])
         torch.testing.assert_close(found[2:], expected[2:], rtol=1e-5, atol=1e-6)
 
@@ -115,7 +118,7 @@ def gathered_weights_have_the_codes_of_one_process() -> None:
             fully_shard(model[at])
         fully_shard(model)
         with torch.no_grad():
-            assert_bitwise_equal([model(X)], [alone(X)])
+            assert_bitwise_equal([model(X)], in_the_first(lambda own=alone: [own(X)]))
 
 
 def parallel(recipe: Recipe | None, hidden: int, sequence: bool, group: Any = None) -> sf.Sequential:

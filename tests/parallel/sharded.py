@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+
+Found = TypeVar("Found")
+
+
+def in_the_first(run: Callable[[], Found]) -> Found:
+    """What a function gives that is the same in every process: the first process runs it, for all of them."""
+    found: list[Any] = [None]
+    if dist.get_rank() == 0:
+        with torch.random.fork_rng(devices=[]):
+            found = [run()]
+    dist.broadcast_object_list(found)
+    return found[0]
 
 
 def draw(*shape: int, seed: int = 0, dtype: torch.dtype = torch.float64) -> Tensor:
@@ -55,9 +70,13 @@ def own(x: Tensor, dim: int | None) -> Tensor:
 def assert_same(model: nn.Module, whole: nn.Module, x: Tensor, *, dim: int | None = None, **channels: Tensor) -> None:
     """Output and every gradient of a sharded model equal those of the whole one in a single process. With `dim` each
     process has its shard of x and y along it."""
-    dy = draw(*whole(x, **channels).shape, seed=7)
+
+    def of_the_whole() -> tuple[Tensor, Tensor, dict[str, Tensor]]:
+        dy = draw(*whole(x, **channels).shape, seed=7)
+        return dy, *results(whole, x, dy, **channels)
+
+    dy, expected_y, expected = in_the_first(of_the_whole)
     y, grads = results(model, own(x, dim), own(dy, dim), **channels)
-    expected_y, expected = results(whole, x, dy, **channels)
     torch.testing.assert_close(y, own(expected_y, dim))
     assert grads.keys() == expected.keys()
     for name, grad in expected.items():

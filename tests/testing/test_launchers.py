@@ -6,7 +6,6 @@ import importlib
 import os
 import pkgutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -17,7 +16,7 @@ from triton.runtime.jit import JITFunction
 
 from seqfuse import kernels
 from seqfuse.kernels import _launch
-from tests import processes
+from tests.processes import Script
 
 pytestmark = pytest.mark.skipif(_launch.INTERPRETED, reason="kernels are interpreted in this process")
 
@@ -29,11 +28,8 @@ def test_arguments_reach_a_driver_through_them_as_they_were_given(tmp_path: Path
     """Launched by Triton, by a compiled kernel, and replayed: tuples, numbers, and addresses as numbers."""
     library = ["-o", str(tmp_path / "libcuda.so.1"), str(HERE / "cuda_driver.c")]
     subprocess.run([os.environ.get("CC", "cc"), "-shared", "-fPIC", "-Wl,-soname,libcuda.so.1", *library], check=True)
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.testing.real_launcher"], capture_output=True, text=True, cwd=HERE.parent.parent,
-        timeout=processes.SECONDS,
-        env={**os.environ, "TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)},
-    )  # fmt: skip
+    environment = {**os.environ, "TRITON_LIBCUDA_PATH": str(tmp_path), "TRITON_CACHE_DIR": str(tmp_path)}
+    done = Script("-m", "tests.testing.real_launcher", folder=HERE.parent.parent, environment=environment).done()
     assert done.returncode == 0, done.stderr
     launches, names = map(int, done.stdout.split())
     modules = map(
