@@ -200,6 +200,18 @@ def test_a_graph_keeps_what_its_backward_needs_and_no_more() -> None:
     assert left() == []
 
 
+@pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
+@pytest.mark.parametrize("fusions", [(), (BrokenBiasReLU,)], ids=["unfused", "falling back"])
+def test_a_graph_keeps_no_bias_that_a_call_was_given(fusions: Any) -> None:
+    model = sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Linear(4, 5), fusions=fusions, memory="lean")
+    given = {name: 2 * p for name, p in model.named_parameters()}
+    bias, y = weakref.ref(given["0.bias"]), torch.func.functional_call(model, given, (tensor(3, 5),))
+    del given
+    assert bias() is None
+    y.sum().backward()
+    assert all(p.grad is not None for p in model.parameters())
+
+
 def test_a_channel_is_let_go_where_nothing_reads_it_any_more() -> None:
     seen: list[weakref.ref[Tensor]] = []
 

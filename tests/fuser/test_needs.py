@@ -283,6 +283,15 @@ def test_gradients_of_a_subset_are_those_of_the_whole(name: str) -> None:
         assert_exact(got, {k: v for k, v in whole.items() if k in got})
 
 
+def test_the_gradient_of_a_channel_alone_is_computed() -> None:
+    model = randomized(sf.Sequential(ops.Linear(5, 4), ops.Add("r"), ops.Tanh(), memory="lean"))
+    r = tensor(ROWS, 4)
+    y = model(tensor(ROWS, 5), r=r)
+    (alone,) = torch.autograd.grad(y.sum(), [r], retain_graph=True)
+    y.sum().backward()
+    assert_exact({"r": alone}, {"r": r.grad})
+
+
 @pytest.mark.parametrize("frozen", [True, False], ids=["frozen", "trained"])
 def test_a_plan_wants_gradients_behind_a_barrier_only_where_something_before_it_is_trained(frozen: bool) -> None:
     model = sf.Sequential(ops.Linear(5, 5, bias=False), nn.Softplus(), ops.GeLU()).requires_grad_(not frozen)
