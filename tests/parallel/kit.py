@@ -1,7 +1,7 @@
 """A model in stages, compared with the model in one process."""
 
 import copy
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
@@ -13,6 +13,7 @@ import seqfuse as sf
 from seqfuse import ops
 from seqfuse.parallel import pipeline
 from tests import processes
+from tests.parallel.sharded import in_the_first
 
 STEPS = 3
 DTYPE = torch.float64  # of models and batches; InBFloat16 changes it
@@ -50,29 +51,39 @@ def own(model: nn.Module) -> dict[str, nn.Parameter]:
 
 def same_as_alone(staged: sf.Sequential, alone: sf.Sequential, **how: Any) -> None:
     """Loss, gradients and parameters of some steps, bit for bit those of one process, on the ranks that have them."""
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1, momentum=0.9) for m in (staged, alone)]
-    for step in range(STEPS):
-        x, target = batch(step, rows=5 + step)
-        losses = []
-        for model, optimizer in zip((staged, alone), optimizers, strict=True):
+
+    def trained(model: sf.Sequential) -> Iterator[Tensor]:
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+        for step in range(STEPS):
+            x, target = batch(step, rows=5 + step)
             torch.manual_seed(step)
             optimizer.zero_grad()
             loss = nn.functional.mse_loss(model(x), target)
             loss.backward()
             optimizer.step()
-            losses.append(loss.detach())
-        here, there = losses
+            yield loss.detach()
+
+    def by_one_process() -> tuple[list[tuple[Tensor, dict[str, Tensor], dict[str, Tensor]]], dict[str, Any]]:
+        found = []
+        for loss in trained(alone):
+            parameters = {name: p.detach().clone() for name, p in alone.named_parameters()}
+            grads = {name: p.grad.clone() for name, p in alone.named_parameters() if p.grad is not None}
+            found.append((loss, parameters, grads))
+        return found, alone.state_dict()
+
+    by_one, state = in_the_first(by_one_process)
+    for here, (there, expected, grads) in zip(trained(staged), by_one, strict=True):
         assert here.shape == there.shape
         assert here.dtype == there.dtype
         if not here.is_meta:
             assert torch.equal(here, there)
-        expected = dict(alone.named_parameters())
         for name, p in own(staged).items():
             assert p.grad is not None, name
             assert p.grad.abs().max() > 0, name
-            torch.testing.assert_close(p.grad, expected[name].grad, rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
+            torch.testing.assert_close(p.grad, grads[name], rtol=0, atol=0, msg=lambda m, n=name: f"{n}: {m}")
             assert torch.equal(p, expected[name]), name
         assert all(p.grad is None for p in staged.parameters() if p.is_meta)
+    alone.load_state_dict(state)
 
 
 def losses_of(staged: sf.Sequential, alone: sf.Sequential, loss: Any = lambda y: y.square().sum()) -> None:

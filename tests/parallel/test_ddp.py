@@ -3,6 +3,7 @@
 # No postponed annotations here: DDP reads those of a communication hook.
 
 import copy
+import functools
 import os
 import tempfile
 from pathlib import Path
@@ -21,6 +22,7 @@ from seqfuse import ops
 from seqfuse.nn import TransformerStack
 from seqfuse.parallel import clip_grad_norm_, everywhere, pipeline
 from seqfuse.plan import search as segments
+from tests.parallel.sharded import in_the_first
 from tests.processes import Facts, failures
 from tests.watching import Calls, name_of
 
@@ -145,18 +147,29 @@ def own_share(t: Tensor) -> Tensor:
     return t.chunk(dist.get_world_size())[dist.get_rank()]
 
 
+@functools.cache
+def by_one_process() -> tuple[Tensor, dict[str, Tensor], list[str]]:
+    """The losses of a model, its parameters after them, and the names of its state."""
+
+    def run() -> tuple[Tensor, dict[str, Tensor], list[str]]:
+        alone = language_model()
+        losses = torch.stack(trained(alone, lambda t: t))
+        return losses, {name: p.detach() for name, p in alone.named_parameters()}, list(alone.state_dict())
+
+    return in_the_first(run)
+
+
 def same_as_alone(make: Any, rtol: float | None = None) -> nn.Module:
-    alone = language_model()
-    expected = torch.stack(trained(alone, lambda t: t))
+    expected, parameters, state = by_one_process()
     model = make(language_model())
     losses = torch.stack(trained(model, own_share))
     dist.all_reduce(losses)
     atol = None if rtol is None else 0
     torch.testing.assert_close(losses / dist.get_world_size(), expected, rtol=rtol, atol=atol)
-    assert [name for name, _ in model.named_parameters()] == [name for name, _ in alone.named_parameters()]
-    assert list(model.state_dict()) == list(alone.state_dict())
+    assert [name for name, _ in model.named_parameters()] == list(parameters)
+    assert list(model.state_dict()) == state
     if rtol is None:
-        for (name, p), q in zip(model.named_parameters(), alone.parameters(), strict=True):
+        for (name, p), q in zip(model.named_parameters(), parameters.values(), strict=True):
             # Adam divides by what is near 0 for the key bias, whose gradient is 0.
             torch.testing.assert_close(full(p), q, rtol=1e-3, atol=2e-3, msg=lambda m, n=name: f"{n}: {m}")
     return model
@@ -195,8 +208,7 @@ def within_stages() -> None:
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
-    alone = language_model()
-    expected = torch.stack(trained(alone, lambda t: t))
+    expected, _, _ = by_one_process()
     model = pipeline(copy.deepcopy(language_model()), mesh["pp"], stages=("2.2",))
     for layer in model[2].children():
         if any(True for _ in layer.parameters()) and not next(layer.parameters()).is_meta:
@@ -274,12 +286,17 @@ def save() -> None:
 
 def load() -> None:
     """Every way of saving into every way of sharding; then a step, which uses the loaded moments."""
-    alone = shallow()
-    reference = trained_for_a_checkpoint(alone, lambda t: t)
-    expected = {name: p.detach().clone() for name, p in alone.state_dict().items()}
-    reference.zero_grad()
-    loss_of(alone, tokens(STEPS, 8)).backward()
-    reference.step()
+
+    def by_one() -> list[dict[str, Tensor]]:
+        alone = shallow()
+        reference = trained_for_a_checkpoint(alone, lambda t: t)
+        before = {name: p.detach().clone() for name, p in alone.state_dict().items()}
+        reference.zero_grad()
+        loss_of(alone, tokens(STEPS, 8)).backward()
+        reference.step()
+        return [before, dict(alone.state_dict())]
+
+    expected, after = in_the_first(by_one)
     for saved in WAYS:
         for name in os.environ[OF_ONE].split() if dist.get_world_size() == 1 else WAYS:
             way = WAYS.get(name, whole)
@@ -299,7 +316,6 @@ def load() -> None:
             optimizer.zero_grad()
             loss_of(model, own_share(tokens(STEPS, 8)) if name == "sharded" else tokens(STEPS, 8)).backward()
             optimizer.step()
-            after = alone.state_dict()
             for key, value in model.state_dict().items():
                 torch.testing.assert_close(
                     full(value), after[key], rtol=1e-3, atol=4e-3, msg=lambda m, k=key: f"{k}: {m}"
