@@ -189,6 +189,20 @@ def test_a_selective_checkpoint_saves_what_its_policy_says():
     assert len(saved) == 2 * count > 0
 
 
+class Repeated(Net):
+    """A call without gradients, and an equal one with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            scale = 1 / (x * 2).abs().amax(-1, keepdim=True)
+        return self.layers[0].fc(x * 2) * scale
+
+
+def test_a_call_without_gradients_does_not_stand_for_an_equal_one_with_them():
+    assert chains(assert_same(Repeated(), X))
+
+
 class Switched(Net):
     """A region without autocast within one with it, and GEMMs behind it."""
 

@@ -363,6 +363,9 @@ MULTI_HEAD: dict[str, tuple[Callable[..., Tensor], dict[str, bool | int]]] = {
         lambda m, h, y: m(h, h, h, attn_mask=causal(4), is_causal=True, need_weights=False)[0], {"batch_first": True}
     ),
     "causal, with weights": (lambda m, h, y: m(h, h, h, attn_mask=causal(4))[0], {"batch_first": True}),
+    "said to be causal, with weights": (
+        lambda m, h, y: m(h, h, h, attn_mask=causal(4), is_causal=True)[0], {"batch_first": True}
+    ),
     "padded": (
         lambda m, h, y: m(h, h, h, key_padding_mask=PADDING, need_weights=False)[0], {"batch_first": True}
     ),

@@ -19,7 +19,7 @@ from seqfuse.convert import GraphReport, Left
 from seqfuse.convert.calls import Break, Captured
 from seqfuse.convert.launches import Launches
 from seqfuse.convert.report import _folded as folded
-from seqfuse.pictures.text import sized
+from seqfuse.pictures.text import extra_time, sized
 from tests.watching import bytes_of, saving
 
 from .comparing import passes
@@ -256,6 +256,8 @@ def test_the_bytes_of_layers_that_share_a_graph_are_of_all_of_them():
     assert said is not None
     assert 3 * one["fast"].saved == saved
     assert said.groups() == (sized(saved), sized(most))
+    assert one["lean"].microseconds > 0
+    assert re.search(rf"\n  lean .* {re.escape(extra_time(3 * one['lean'].microseconds))}\n", str(conversion))
     assert "; 9 calls\n  chain of 4 operations in each of 3 layers: LayerNorm, " in str(conversion)
 
 
