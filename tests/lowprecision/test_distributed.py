@@ -251,9 +251,20 @@ def delayed_scales_are_those_of_all_processes() -> None:
     assert float(scales.min()) > 1
 
 
+def delayed_scales_that_are_not_reduced_are_those_of_each_process() -> None:
+    model = sf.Sequential(ops.Linear(32, 32), recipe=recipes.Float8DelayedScaling(reduce=False))
+    model(seeded_randn((16, 32), 1) * (1 + dist.get_rank())).sum().backward()
+    sf.update_scales(model)
+    scale = model[0].get_buffer("x_scale")
+    every = [torch.empty_like(scale) for _ in range(2)]
+    dist.all_gather(every, scale)
+    assert every[0] == 2 * every[1]
+
+
 FACTS = Facts({
     2: [
-        delayed_scales_are_those_of_all_processes, tensor_parallel, shards_that_blocks_do_not_end_with,
+        delayed_scales_are_those_of_all_processes, delayed_scales_that_are_not_reduced_are_those_of_each_process,
+        tensor_parallel, shards_that_blocks_do_not_end_with,
         converted_models_with_dtensors, sharded_experts_of_hugging_face,
     ],
     3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
