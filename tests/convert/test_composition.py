@@ -189,6 +189,24 @@ def test_a_selective_checkpoint_saves_what_its_policy_says():
     assert len(saved) == 2 * count > 0
 
 
+class Returning(Net):
+    """Returns a result that it also reads."""
+
+    def forward(self, x: Tensor) -> Any:
+        h = self.layers[0].norm(2 * self.layers[0].fc(x)[..., :8] + x)
+        return self.layers[0].out(F.gelu(self.layers[0].fc(h))) + h, h
+
+
+def test_the_gradient_of_a_result_that_the_model_reads_too_is_whole():
+    found = list[Tensor]()
+    for model in (Returning(), Returning()):
+        conversion = sf.convert(model) if found else None
+        y, h = model(X)
+        found += torch.autograd.grad(y.square().sum() + h.sum(), [h])
+        assert conversion is None or chains(conversion)
+    assert_equal(found[:1], found[1:])
+
+
 class Repeated(Net):
     """A call without gradients, and an equal one with them."""
 
