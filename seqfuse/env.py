@@ -335,7 +335,7 @@ def kernels_on(kind: str) -> Kernels | None:
 
 @functools.cache
 def _triton_runs(kind: str) -> bool:
-    if not _has_triton():
+    if not triton_installed():
         return False
     if kind == "cuda":
         return torch.cuda.is_available()
@@ -343,12 +343,13 @@ def _triton_runs(kind: str) -> bool:
 
 
 @functools.cache
-def _has_triton() -> bool:
+def triton_installed() -> bool:
+    """Whether Triton can be imported, without importing it."""
     return importlib.util.find_spec("triton") is not None
 
 
 def why_no_c() -> str:
     """Why C kernels cannot run on the CPU of this machine; empty if they can."""
-    if not _has_triton():
+    if not triton_installed():
         return "Triton, whose device functions C kernels are made of, is not installed"
     return compiler.why_none()

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 from .. import FusableOperation, Sequential
-from ..errors import SeqfuseError, hinted, meant
+from ..errors import SeqfuseError, few, hinted, meant
 
 
 class Unable(Exception):
@@ -156,5 +156,4 @@ def container(model: nn.Module, name: str, part: str | None) -> Sequential:
         kind = f"{type(model).__module__}.{type(model).__qualname__}"
         hint = "seqfuse convert takes any model; sf.nn.from_torch and from_huggingface make a Sequential of one"
         raise Unable(f"there is no seqfuse.Sequential in {name}, which is of type {kind}{hinted(hint)}")
-    listed = ", ".join(paths[:6]) + (f" and {len(paths) - 6} more" if len(paths) > 6 else "")
-    raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {listed}")
+    raise Unable(f"there are {len(paths)} Sequentials in {name}: choose one by --part, of {few(paths, 6)}")

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
+from ..errors import few
 from ..ops import Fork, Take
 from ..pictures.data import ChoiceData
 from ..pictures.text import bytes_against, choices_table, counted
@@ -107,8 +108,8 @@ def _outside(outside: Mapping[str, Mapping[str, int]]) -> list[str]:
 
 def _named(calls: Mapping[str, int]) -> str:
     names = sorted(calls, key=lambda name: -calls[name])
-    few = [f"{name} x{calls[name]}" if calls[name] > 1 else name for name in names[:_MOST]]
-    return ", ".join(few) + (f" and {len(names) - _MOST} others" if len(names) > _MOST else "")
+    first = [f"{name} x{calls[name]}" if calls[name] > 1 else name for name in names[:_MOST]]
+    return ", ".join(first) + (f" and {len(names) - _MOST} others" if len(names) > _MOST else "")
 
 
 def _left(lefts: Sequence[Left], indent: str = "  ") -> list[str]:
@@ -129,9 +130,7 @@ def _of_any_layer(reason: str) -> str:
 
 
 def _few(paths: Sequence[str]) -> str:
-    """The first paths, without duplicates, and the number of the others."""
-    known = list(dict.fromkeys(paths))
-    return ", ".join(known[:3]) + (f" and {len(known) - 3} more" if known[3:] else "")
+    return few(list(dict.fromkeys(paths)), 3)
 
 
 _MOST = 8

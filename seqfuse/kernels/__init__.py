@@ -11,16 +11,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-import importlib.util
 from typing import Any
 
 import torch
-
-
-@functools.cache
-def triton_installed() -> bool:
-    """Whether Triton can be imported, without importing it."""
-    return importlib.util.find_spec("triton") is not None
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from .. import env
 from ..compiler import CompileError
 from ..group import divided
 from ..hardware import C_ATTENTION_WORTHWHILE
-from ..kernels import kernels_of, recording, triton_installed
+from ..kernels import kernels_of, recording
 from . import _sdpa
 from ._philox import drop_mask, drop_spans, gave_up, has_c, masked, watched
 from ._tensors import stats_dtype, unflatten
@@ -178,7 +178,7 @@ class Scores:
 def decoding_kernels_run(x: Tensor, size: int) -> bool:
     """Whether our kernels for decoding run with heads of this size, on the device and in the dtype of x."""
     kind, fits = x.device.type, size <= 256 and x.dtype in _WIDEST
-    return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and triton_installed()
+    return fits and (kind == "cuda" or (kind == "cpu" and interpreting)) and env.triton_installed()
 
 
 def is_readable(x: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from .. import env
 from ..compiler import CompileError, ask, is_collecting
 from ..hardware import ONEDNN_FLOAT32_NEW
-from ..kernels import kernels_of, triton_installed
+from ..kernels import kernels_of
 from ..traffic import FLOPS
 from ._mm import PLAIN, linear_into, mm
 from ._philox import gave_up, has_c, watched
@@ -97,7 +97,7 @@ def _writes_empty_groups(device: torch.device) -> bool:
 
 def _in_triton(x: Tensor) -> bool:
     """Whether our Triton kernels support x."""
-    return x.is_cuda and x.dtype in _DTYPES and triton_installed()
+    return x.is_cuda and x.dtype in _DTYPES and env.triton_installed()
 
 
 def _takes(*operands: Tensor) -> bool:

@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..casts import autocasting
-from ..kernels import kernels_of, triton_installed
+from ..env import triton_installed
+from ..kernels import kernels_of
 from ..maingrad import Accumulated, accumulated
 from ..quantized import Operand, Quantize, Quantized
 from ..recipes import MULTIPLE, Recipe, Role, dequantize, largest_of_groups, quantize

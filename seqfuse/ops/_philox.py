@@ -12,9 +12,9 @@ import torch
 from torch import Tensor
 
 from ..compiler import CompileError, give_up
-from ..env import kernels_on
+from ..env import kernels_on, triton_installed
 from ..errors import FallbackWarning, device_is_lost
-from ..kernels import kernels_of, triton_installed
+from ..kernels import kernels_of
 
 _LOW = 0xFFFFFFFF
 _M0, _M1 = 0xD2511F53, 0xCD9E8D57

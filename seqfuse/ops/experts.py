@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from .. import operation as sf
 from ..casts import dtype_of
 from ..compiler import CompileError
-from ..env import Env
+from ..env import Env, triton_installed
 from ..errors import InputError
-from ..kernels import kernels_of, triton_installed
+from ..kernels import kernels_of
 from ._grouped import inside, is_watched, last
 from ._mm import linear, mm
 from ._parameters import parameter, required, reset_linear

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from .. import ops
-from ..errors import InputError, PlanError, meant
+from ..errors import InputError, PlanError, few, meant
 from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn.transformer import own_heads
@@ -231,7 +231,7 @@ def _on_rows(model: nn.Module, acts: Sequence[_Division]) -> list[UnfusedOperati
         path for path, m in _named(model) if id(m) not in known and any(p.requires_grad for p in m.parameters(False))
     ]
     if others:
-        listed = ", ".join(map(repr, others[:4])) + (f" and {len(others) - 4} more" if len(others) > 4 else "")
+        listed = few([*map(repr, others)], 4)
         message = "no operation of this library; where it sees a sequence shard, the gradients of its parameters are"
         warnings.warn(f"{listed}: {message} parts of a sum over the processes", UserWarning, stacklevel=3)
     return found

@@ -7,6 +7,7 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
+from ..errors import few
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, QuantizationData, RefusalData
 from .markup import printable
 from .score import Mark, fold, plan_columns
@@ -173,7 +174,7 @@ def _quantizations(quantizations: Sequence[QuantizationData]) -> list[str]:
         inside = f" (in {one['inside']})" if one["inside"] else ""
         operands = found.setdefault(f"{one['format']} {one['scaling']}", {})
         operands.setdefault(one["role"], []).append(f"{one['at']}{inside}")
-    named = {how: (f"{role} at {_listed(at)}" for role, at in operands.items()) for how, operands in found.items()}
+    named = {how: (f"{role} at {few(at, 6)}" for role, at in operands.items()) for how, operands in found.items()}
     return [f"quantize {how}: {'; '.join(places)}" for how, places in named.items()]
 
 
@@ -206,8 +207,7 @@ def _few(fusions: Mapping[str, Sequence[int]], mine: Mapping[str, Sequence[int]]
     if len(fusions) <= FEW:
         return _named(fusions)
     others = [name for name in fusions if name not in mine]
-    more = [f"{', '.join(others[:FEW])} and {len(others) - FEW} more"] if len(others) > FEW else others
-    return "; ".join([_named(mine)] * bool(mine) + more)
+    return "; ".join([_named(mine)] * bool(mine) + [few(others, FEW)] * bool(others))
 
 
 def _named(fusions: Mapping[str, Sequence[int]]) -> str:
@@ -215,11 +215,7 @@ def _named(fusions: Mapping[str, Sequence[int]]) -> str:
 
 
 def _places(at: Sequence[int]) -> str:
-    return _listed([*map(str, at)])
-
-
-def _listed(at: Sequence[str]) -> str:
-    return ", ".join(at[:6]) + (f" and {len(at) - 6} more" if len(at) > 6 else "")
+    return few([*map(str, at)], 6)
 
 
 def counted(n: int, word: str) -> str:
