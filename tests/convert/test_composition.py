@@ -173,7 +173,7 @@ def test_a_selective_checkpoint_saves_what_its_policy_says():
     def policy(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
         if op is not torch.ops.aten.addmm.default:
             return CheckpointPolicy.PREFER_RECOMPUTE
-        saved.append(op)
+        saved.extend([op] * (not ctx.is_recompute))  # torch 2.11 asks again when it recomputes
         return CheckpointPolicy.MUST_SAVE
 
     contexts = functools.partial(create_selective_checkpoint_contexts, policy)
