@@ -339,6 +339,8 @@ def test_operations_behind_an_embedding_have_all_bytes_but_those_of_its_tokens(r
         found.append(plan.memory.saved)
         assert not [refusal for refusal in plan.refused if refusal.fusion.startswith("memory=")]
     assert found[0] < found[1]
+    model.memory = plan.memory.peak - 1
+    assert model.plan(tokens).memory.peak < plan.memory.peak
     assert not [w for w in recwarn.list if "does not fit" in str(w.message)]
 
 

@@ -49,6 +49,9 @@ CASES: dict[str, tuple[Any, torch.dtype, tuple[Any, ...]]] = {
     "residual in float32": (fusions.BiasDropoutAdd, torch.float32, (DROPOUT, ADD)),
     "residual, backward": (fusions.BiasDropoutAddBackward, torch.float32, (BIAS, DROPOUT, ADD)),
     "chain": (fusions.PointwiseChain, torch.float32, (BIAS, ops.SiLU, lambda: ops.Scale(0.5), DROPOUT)),
+    "chain with a dropout that scales": (
+        fusions.PointwiseChain, torch.float32, (BIAS, ops.SiLU, lambda: ops.Dropout(0.3, "downscale_in_infer").eval())
+    ),
     "chain, backward": (fusions.PointwiseChainBackward, torch.float32, (BIAS, ops.GeLU, DROPOUT)),
     "chain, both passes": (fusions.PointwiseChainJoint, torch.bfloat16, (ops.ReLU, ops.Tanh)),
     "chain in float32, both passes": (fusions.PointwiseChainJoint, torch.float32, (ops.SquaredReLU, ops.Sigmoid)),

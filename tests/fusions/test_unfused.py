@@ -18,7 +18,7 @@ from seqfuse.testing import seeded_randn
 EXPERTS = [ops.SwiGLU, lambda: ops.GroupedLinear(4, 32, 64, bias=False), ops.Unpermute]
 
 MODELS: dict[type[Any], Any] = {
-    fusions.NormActivationJoint: lambda: [ops.LayerNorm(64), ops.GeLU(), ops.Scale(0.5)],
+    fusions.NormActivationJoint: lambda: [ops.LayerNorm(64), ops.GeLU(), ops.Scale(0.5), ops.Tanh()],
     fusions.BlockBoundaryActivation: lambda: [ops.Fork(), ops.Bias(64), ops.Add(), ops.RMSNorm(64), ops.GeLU()],
     fusions.BiasGatedScale: lambda: [ops.Bias(64), ops.SwiGLU(), ops.TokenScale("scales")],
     fusions.ActivationLinearJoint: lambda: [ops.Bias(64), ops.GeLU(), ops.Linear(64, 32)],

@@ -13,6 +13,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.ops import _philox
 from seqfuse.ops._philox import _traceable_mask, drop_mask, drop_spans, philox4x32, round_keys
 from seqfuse.testing import LAYOUTS, Untouched, assert_bitwise_equal, check_op, laid_out, seeded_randn
 from tests.processes import Script
@@ -233,7 +234,10 @@ def test_never_reads_the_seed_on_the_host():
     assert y.shape == op.bwd(y, saved)[0].shape == (8, 3)
 
 
-def test_spans_are_parts_of_the_whole_mask():
+@pytest.mark.parametrize("in_c", [True, False])
+def test_spans_are_parts_of_the_whole_mask(in_c: bool, monkeypatch: pytest.MonkeyPatch):
+    if not in_c:
+        monkeypatch.setattr(_philox, "runs_in_c", lambda seed: False)
     seed, starts = torch.tensor(3**39), torch.arange(8)
     mask = drop_mask(seed, torch.Size((32,)), 0.5)
     for length in range(1, 10):

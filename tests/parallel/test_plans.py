@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import pickle
 from collections.abc import Iterator
@@ -16,8 +17,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 import seqfuse as sf
 from seqfuse import nn, ops, parallel
 from seqfuse.group import Group
-from seqfuse.run import dynamo
+from seqfuse.run import dynamo, fuser
 from seqfuse.run.regions import OpList
+from seqfuse.settings import settings
 
 from .sharded import share_of
 
@@ -243,3 +245,17 @@ def test_a_group_of_one_process_is_pickled_without_its_name(tmp_path: Any) -> No
     finally:
         dist.destroy_process_group()
     assert pickle.loads(data).size == 1
+
+
+def test_the_processes_of_every_group_are_compared(group: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[str] = []
+
+    def all_gather(self: Group, x: torch.Tensor, dim: int, what: str) -> torch.Tensor:
+        seen.append(self.name)
+        return torch.cat([x] * self.size, dim)
+
+    monkeypatch.setattr(Group, "all_gather", all_gather)
+    monkeypatch.setattr(fuser, "settings", lambda: dataclasses.replace(settings(), debug=True))
+    groups = [Group(group), Group(dist.new_group(range(SIZE)))]
+    sf.Sequential(*(op(own) for own in groups for op in (ops.CopyToTensorParallel, ops.AllReduce)))(torch.ones(2, 4))
+    assert seen == [own.name for own in groups]
