@@ -32,15 +32,16 @@ after a quarter of them: on a busy machine, where everything takes longer, a lon
 # with for two more; one forked from a server that did so starts at once.
 CONTEXT = multiprocessing.get_context("forkserver")
 CONTEXT.set_forkserver_preload([
+    "tests.processes",  # which changes torch before Dynamo is imported
     "pytest", "torch._dynamo", "torch.distributed.pipelining", "torch.distributed.fsdp", "torch.distributed.checkpoint",
     "torch.distributed.tensor.parallel", "torch.nn.parallel", "functorch.compile", "torch._dynamo.backends.debugging",
     "torch._functorch.partitioners", "torch._inductor.pattern_matcher", "torch._inductor.debug", "networkx",
     "transformers.models.llama.modeling_llama", "seqfuse.convert.capture", "seqfuse.kernels.norm",
-    "seqfuse.kernels.pointwise", "seqfuse.kernels.c.trace", "seqfuse.parallel", "seqfuse.testing", "tests.processes",
+    "seqfuse.kernels.pointwise", "seqfuse.kernels.c.trace", "seqfuse.parallel", "seqfuse.testing",
 ])  # fmt: skip
 # For what imports this library or Triton in its own way.
 BARE = forkserver.ForkServer()
-BARE.set_forkserver_preload(["torch.fx.experimental.symbolic_shapes", "tests.processes"])
+BARE.set_forkserver_preload(["tests.processes", "torch.fx.experimental.symbolic_shapes"])
 # For what compiles kernels, whatever the process interprets that starts it.
 COMPILING = forkserver.ForkServer()
 COMPILING.set_forkserver_preload(["tests.compiling"])
