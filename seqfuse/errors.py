@@ -9,7 +9,7 @@ import difflib
 import functools
 import inspect
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -62,11 +62,6 @@ def hinted(hint: str | None) -> str:
 def one_line(error: BaseException) -> str:
     """An error as a reason in a plan or report: its class and message on one line."""
     return f"{type(error).__name__}: {' '.join(str(error).split())}"
-
-
-def few(names: Sequence[str], most: int) -> str:
-    """The first names, and the number of the others."""
-    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def step_note(name: str, position: int, path: str | None, what: str = "operation ") -> str:

@@ -16,7 +16,8 @@ import torch
 from torch import nn
 
 from .. import FusableOperation, Sequential
-from ..errors import SeqfuseError, few, hinted, meant
+from ..errors import SeqfuseError, hinted, meant
+from ..pictures.text import few
 
 
 class Unable(Exception):

@@ -9,10 +9,9 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from ..env import why_no_c
-from ..errors import few
 from ..ops import Fork, Take
 from ..pictures.data import ChoiceData
-from ..pictures.text import bytes_against, choices_table, counted
+from ..pictures.text import bytes_against, choices_table, counted, few
 from ..plan import Plan
 from .calls import Calls, Captured
 from .graph import owner

@@ -11,11 +11,12 @@ from typing import Any, NamedTuple, cast
 from torch import nn
 
 from .. import ops
-from ..errors import InputError, PlanError, few, meant
+from ..errors import InputError, PlanError, meant
 from ..group import Group, ParameterShard
 from ..losses import LinearCrossEntropy
 from ..nn.transformer import own_heads
 from ..operation import FusableOperation, UnfusedOperation
+from ..pictures.text import few
 from ..plan import flatten, inside_of
 from ..pointwise import Gated, Pointwise
 from .transfer import Boundary

@@ -7,7 +7,6 @@ import sys
 import unicodedata
 from collections.abc import Iterator, Mapping, Sequence
 
-from ..errors import few
 from .data import CastData, ChoiceData, MemoryData, OperationData, PlanData, QuantizationData, RefusalData
 from .markup import printable
 from .score import Mark, fold, plan_columns
@@ -216,6 +215,11 @@ def _named(fusions: Mapping[str, Sequence[int]]) -> str:
 
 def _places(at: Sequence[int]) -> str:
     return few([*map(str, at)], 6)
+
+
+def few(names: Sequence[str], most: int) -> str:
+    """The first names, and the number of the others."""
+    return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
 def counted(n: int, word: str) -> str:
