@@ -269,6 +269,8 @@ def test_another_machine_is_planned_for_what_arrives_there() -> None:
     env = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=4)
     plan = model.bfloat16().plan(torch.empty(4, 3200, device="meta"), env=env)
     assert plan.env.rows == 1024
+    more = sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, tokens=8192)  # not those of the input
+    assert model.plan(torch.empty(4, 3200, device="meta"), env=more).env.rows == 8192
     assert plan.tokens == 800
     assert plan.memory is not None
     assert plan.memory_unknown is None

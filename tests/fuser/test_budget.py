@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.compiler import compiler
 from seqfuse.cost_table import Measurement
 from seqfuse.pictures.text import sized
 from seqfuse.plan import Known, Matcher, Stretch, facts, flatten
@@ -217,6 +218,15 @@ def test_a_fusion_of_both_passes_counts_with_what_it_saves_itself():
     assert plan.count("SigmoidTanh") == 1
     (used,) = [choice for choice in plan.choices if choice.used]
     assert used.saved == plan.memory.saved
+
+
+@pytest.mark.skipif(compiler() is None, reason="no C compiler")
+def test_a_stream_that_a_fusion_and_an_operation_save_counts_once():
+    before, norm = (ops.Fork("r"), ops.Bias(64), ops.Add("r"), ops.Fork("s")), (ops.LayerNorm(64), ops.GeLU())
+    model, x = sf.Sequential(*before, *norm, ops.Tanh(), ops.Multiply("s")), tensor(128, 64)
+    plan = model.plan(x)
+    assert plan.count("BlockBoundaryActivation") == 1
+    assert kept_by(model, x) == plan.memory.saved
 
 
 def _twice(x: Tensor) -> Tensor:

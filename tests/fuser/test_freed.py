@@ -230,6 +230,29 @@ def test_a_channel_is_let_go_where_nothing_reads_it_any_more() -> None:
         assert left == [[], [False]]
 
 
+def test_a_channel_is_let_go_behind_the_segment_that_reads_it_last() -> None:
+    class Watch(ops.Identity):
+        def reference(self, x: Tensor) -> Tensor:
+            left.append([ref() is not None for ref in seen])
+            seen.append(weakref.ref(x))
+            return x.clone()
+
+        def fwd(self, x: Tensor) -> Any:
+            return self.reference(x), self.Saved()
+
+    def some() -> list[nn.Module]:
+        return [ops.Bias(5) for _ in range(9)]
+
+    seen, left = list[weakref.ref[Tensor]](), list[list[bool]]()
+    model = sf.Sequential(
+        ops.Bias(5), ops.Fork("skip"), Watch(), *some(), ops.Add("skip"), *some(), Watch(), *some(), fusions=()
+    )
+    with torch.no_grad():
+        model(tensor(3, 5))
+    assert len(model.plan(tensor(3, 5)).segments) > 2
+    assert left == [[], [False]]
+
+
 def test_a_plan_holds_its_model_to_measure_its_memory() -> None:
     model, x = fused(), tensor(3, 5)
     expected, plan, root = str(model.plan(x)), model.plan(x), weakref.ref(model)

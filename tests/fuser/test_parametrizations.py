@@ -132,6 +132,12 @@ def test_a_parametrization_may_give_another_dtype_than_it_is_made_from(name: str
     assert model[0].parametrizations[attribute].original.grad.dtype is torch.float32
 
 
+def test_a_plan_behind_an_embedding_has_the_tokens_of_its_input() -> None:
+    model = sf.Sequential(ops.Embedding(9, 5), ops.Linear(5, 7), ops.GeLU())
+    PARAMETRIZATIONS["weight"](model[1])
+    assert model.plan(torch.zeros(4, 64, dtype=torch.int64)).env.rows == 256
+
+
 def test_a_second_parameter_parametrized_after_a_call_is_seen() -> None:
     mine, its = with_twin()
     x = tensor(7, 5)
