@@ -91,6 +91,7 @@ NEARLY: dict[str, Mask] = {
     "every other key": lambda x: (p := positions(x))[1] * 2 <= p[0],
     "in steps": lambda x: torch.arange(0, 2 * x.shape[1], 2)[None] <= torch.arange(x.shape[1])[:, None],
     "every other position": lambda x: torch.arange(2 * x.shape[1])[::2][None] <= torch.arange(x.shape[1])[:, None],
+    "looked up from the end": lambda x: (p := torch.arange(x.shape[1]))[p - 1][None] < p[:, None],
     "a triangle of nothing": lambda x: torch.triu(~ones(x).bool(), 1) & ones(x).bool(),
     "turned round": lambda x: seen(x).flip(-1),
     "of batches": lambda x: (torch.arange(x.shape[0])[:, None, None] <= torch.arange(x.shape[1])[:, None])[:, None],
