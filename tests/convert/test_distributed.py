@@ -20,6 +20,7 @@ from seqfuse.convert.graph import spelled
 from seqfuse.errors import InputError
 from seqfuse.testing import seeded_randn
 from tests import processes
+from tests.parallel.sharded import in_the_first
 from tests.processes import Facts
 
 from .residual import Net, chains
@@ -264,6 +265,11 @@ def trained(model: nn.Module, tokens: Tensor = TOKENS, call: Any = None) -> tupl
     return loss.detach(), {n: g.full_tensor() if hasattr(g, "full_tensor") else g.clone() for n, g in grads.items()}
 
 
+def alone(model: nn.Module, tokens: Tensor = TOKENS) -> tuple[Tensor, dict[str, Tensor]]:
+    """The same of a copy of the whole model, in one process."""
+    return in_the_first(lambda: trained(copy.deepcopy(model), tokens))
+
+
 def assert_trains_alike(model: nn.Module, wanted: tuple[Tensor, dict[str, Tensor]], tokens: Tensor = TOKENS) -> None:
     loss, grads = trained(model, tokens)
     torch.testing.assert_close(loss, wanted[0], rtol=1e-6, atol=1e-7)
@@ -282,7 +288,7 @@ def assert_in_chains(conversion: Conversion, gemms: int, *collectives: type) -> 
 
 def converted_under(model: nn.Module, plan: dict[str, Any], gemms: int, *collectives: type) -> None:
     torch._dynamo.reset()
-    wanted = trained(copy.deepcopy(model))
+    wanted = alone(model)
     parallel(model, plan, mesh("tp"))
     before = trained(model)
     conversion = sf.convert(model)
@@ -313,7 +319,7 @@ def a_gpt_whose_tokens_are_sharded() -> None:
 def a_gpt_of_operations() -> None:
     for plan in (whole_plan(Gpt(ops)), sequence_plan()):
         model = Gpt(ops, layers=1)
-        wanted = trained(copy.deepcopy(model))
+        wanted = alone(model)
         parallel(model, plan, mesh("tp"))
         for _ in range(2):
             assert_trains_alike(model, wanted)
@@ -333,7 +339,7 @@ def a_sequence_of_operations() -> None:
     block = ops.Residual(ops.RMSNorm(WIDTH), ops.Linear(WIDTH, 64), ops.GeLU(), ops.Linear(64, WIDTH))
     model = sf.Sequential(ops.Embedding(VOCABULARY, WIDTH), block, ops.LayerNorm(WIDTH), ops.Linear(WIDTH, VOCABULARY))
     model.double()
-    wanted = trained(copy.deepcopy(model))
+    wanted = alone(model)
     plan = {
         "0": RowwiseParallel(input_layouts=Replicate()),
         "1.1": ColwiseParallel(),
@@ -364,7 +370,7 @@ def parts_side_by_side_are_not_sharded_in_stretches() -> None:
 def a_converted_gpt_that_is_parallelized() -> None:
     torch._dynamo.reset()
     model = Gpt(layers=1)
-    wanted = trained(copy.deepcopy(model))
+    wanted = alone(model)
     conversion = sf.convert(model)
     parallel(model, whole_plan(model), mesh("tp"))
     assert_trains_alike(model, wanted)
@@ -374,7 +380,7 @@ def a_converted_gpt_that_is_parallelized() -> None:
 def a_gpt_whose_first_call_is_checkpointed() -> None:
     torch._dynamo.reset()
     model = Gpt(layers=1)
-    wanted = trained(copy.deepcopy(model))
+    wanted = alone(model)
     parallel(model, whole_plan(model), mesh("tp"))
     sf.convert(model)
     found = trained(model, call=functools.partial(checkpoint, model, use_reentrant=False))
@@ -387,7 +393,7 @@ def a_llama_by_the_plan_of_its_class() -> None:
 
     torch._dynamo.reset()
     model: Any = llama()
-    wanted = trained(copy.deepcopy(model))
+    wanted = alone(model)
     plan: dict[str, str] = {}
     for name, _ in model.named_parameters():
         module = name.removesuffix(".weight")
@@ -405,7 +411,7 @@ def a_gpt_over_two_dimensions() -> None:
     torch._dynamo.reset()
     model, both = Gpt(layers=1), mesh("dp", "tp")
     rows = TOKENS[both["dp"].get_local_rank()][None]
-    wanted = trained(copy.deepcopy(model), TOKENS[:1])[1], trained(copy.deepcopy(model), TOKENS[1:])[1]
+    wanted = alone(model, TOKENS[:1])[1], alone(model, TOKENS[1:])[1]
     mean = {name: (wanted[0][name] + wanted[1][name]) / 2 for name in wanted[0]}
     parallel(model, whole_plan(model), both["tp"])
     for layer in model.layers:
