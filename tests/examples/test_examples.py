@@ -100,13 +100,13 @@ def test_a_hugging_face_model_is_converted_trained_and_generates(tmp_path: Path)
 def test_low_precision_trains_each_recipe_from_the_seeds_of_bfloat16(tmp_path: Path) -> None:
     data = tmp_path / "text.txt"
     data.write_text("".join(f"{n} and {n + 1} make {2 * n + 1};\n" for n in range(2000)))
-    options = ["--data", str(data), "--steps", "20", "--dim", "32", "--layers", "1", "--seeds", "2"]
+    options = ["--data", str(data), "--steps", "12", "--dim", "32", "--layers", "1", "--seeds", "2"]
     lines = run(str(EXAMPLES / "low_precision.py"), *options, folder=tmp_path)
     each = [re.fullmatch(r"(\w+), seed (\d): validation loss ([\d.]+)(, .*)?; (\d) quantized", x) for x in lines[:12]]
     assert [one and one[2] for one in each] == ["0", "1"] * 6
     assert [one and one[5] for one in each] == ["0"] * 2 + ["4"] * 10
     losses = [float(one[3]) for one in each if one]
-    assert max(losses) < 4.5 < math.log(256)
+    assert max(losses) < 5.1 < math.log(256)
     assert losses[0] != losses[1]
     apart = [a - b for a, b in zip(losses[2:], losses[:2] * 5, strict=True)]
     assert 0 < max(map(abs, apart)) < 0.05
