@@ -25,9 +25,11 @@ from tests.parallel.kit import (
     staged_of,
     with_bfloat16,
 )
+from tests.parallel.sharded import in_the_first
 from tests.processes import Facts
 
 pytestmark = pytest.mark.skipif(not dist.is_available(), reason="torch without distributed")
+KINDS = 2.0, float("inf")  # of norms by which gradients are clipped, by step
 
 
 def microbatched(schedule_of: Any, staged: sf.Sequential, alone: sf.Sequential, count: int, **channels: Tensor) -> None:
@@ -42,13 +44,20 @@ def microbatched(schedule_of: Any, staged: sf.Sequential, alone: sf.Sequential, 
         found: list[Tensor] = []
         goals = {"target": target, "losses": found} if last else {}
         schedule.step(*((x,) if first else ()), **goals, **channels)
-        torch.manual_seed(step)
-        expected: list[Tensor] = []
-        for part, goal in zip(x.chunk(count), target.chunk(count), strict=True):
-            given = {name: c.chunk(count)[len(expected)] for name, c in channels.items()}
-            loss = nn.functional.mse_loss(alone(part, **given), goal)
-            (loss / count).backward()
-            expected.append(loss.detach())
+
+        def by_one_process(x: Tensor = x, target: Tensor = target, step: int = step) -> tuple[list[Tensor], Any]:
+            torch.manual_seed(step)
+            expected: list[Tensor] = []
+            for part, goal in zip(x.chunk(count), target.chunk(count), strict=True):
+                given = {name: c.chunk(count)[len(expected)] for name, c in channels.items()}
+                loss = nn.functional.mse_loss(alone(part, **given), goal)
+                (loss / count).backward()
+                expected.append(loss.detach())
+            return expected, {name: p.grad for name, p in alone.named_parameters()}
+
+        expected, grads = in_the_first(by_one_process)
+        for name, p in alone.named_parameters():
+            p.grad = grads[name]
         if last:
             assert torch.equal(torch.stack(found), torch.stack(expected))
         same_gradients(staged, alone, same=partial(assert_near, rtol=1e-12, atol=1e-15))
@@ -108,22 +117,29 @@ def stages_of_shares_give_the_gradients_of_one_process() -> None:
     both = mesh((2, 2), ("pp", "tp"))
     plan = {"*attention.mixer": "heads", "*feedforward.mixer": "features"}
     divided = parallelize(copy.deepcopy(alone), both["tp"], plan)
+
+    def stepped(model: nn.Module, step: int) -> Tensor:
+        x, target = batch(step, rows=4)
+        torch.manual_seed(step)
+        model.zero_grad()
+        loss = nn.functional.mse_loss(model(x[None])[0], target) * (1.0, 0.01)[step]
+        loss.backward()
+        return loss
+
+    def by_one_process() -> list[tuple[Tensor, Tensor, dict[str, Tensor]]]:
+        found: list[Any] = []
+        for step in range(2):
+            loss = stepped(alone, step).detach()
+            norm = nn.utils.clip_grad_norm_(alone.parameters(), 0.1, KINDS[step])
+            found.append((loss, norm, {name: p.grad for name, p in alone.named_parameters()}))
+        return found
+
+    by_one = in_the_first(by_one_process)
     for stages_asked in (("1.1",), ("1.0.feedforward.mixer",), ("1.0.attention.mixer.attention",)):
         staged = pipeline(copy.deepcopy(divided), both["pp"], stages=stages_asked)
-        for step in range(2):
-            x, target = batch(step, rows=4)
-            losses = []
-            for model in (staged, alone):
-                torch.manual_seed(step)
-                model.zero_grad()
-                loss = nn.functional.mse_loss(model(x[None])[0], target) * (1.0, 0.01)[step]
-                loss.backward()
-                losses.append(everywhere(loss, staged) if model is staged else loss.detach())
-            assert_near(*losses, "loss")
-            kind = (2.0, float("inf"))[step]
-            norms = [clip_grad_norm_(staged, 0.1, kind), nn.utils.clip_grad_norm_(alone.parameters(), 0.1, kind)]
-            assert_near(*norms, "norm")
-            gradients = {name: p.grad for name, p in alone.named_parameters()}
+        for step, (loss, norm, gradients) in enumerate(by_one):
+            assert_near(everywhere(stepped(staged, step), staged), loss, "loss")
+            assert_near(clip_grad_norm_(staged, 0.1, KINDS[step]), norm, "norm")
             expected = shard(divided, gradients)
             for name, p in own(staged).items():
                 assert_near(p.grad, expected[name], name)
