@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import pickle
 from typing import Any
 
@@ -30,6 +31,15 @@ def test_functions_of_one_shape_share_their_code_and_no_globals():
     # Otherwise the interpreter would cache the globals of one of them, and look up each name of the others.
     assert one.__globals__ is two.__globals__
     assert "not in the text" in one.constants.values()
+
+
+def test_each_function_of_a_name_has_its_own_lines_in_tracebacks():
+    made = list[Any]()
+    for text in ("1 / 0", "x[0]"):
+        source = Source("fails", "x")
+        source.add(f"return {text}")
+        made.append(source.define())
+    assert [text in inspect.getsource(f) for f, text in zip(made, ("1 / 0", "x[0]"), strict=True)] == [True, True]
 
 
 class Kept(sf.Saved):

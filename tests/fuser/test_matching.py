@@ -314,6 +314,9 @@ def test_reasons_of_gradient_modes() -> None:
     with torch.no_grad():
         plan = model.requires_grad_(True).plan(x)
     assert {r.fusion: r.reason for r in plan.refused} == {"BiasGeLUBackward": "no gradient is needed here"}
+    inside = sf.Sequential(ops.Linear(5, 5), ops.GeLU(), fusions=(sf.fusions.LinearBiasGeLU,))
+    inside[0].weight.requires_grad_(False)  # the first gradient is that of the bias
+    assert [(r.fusion, r.reason) for r in inside.plan(x).refused] == [("LinearBiasGeLU", "inference only")]
 
 
 def test_a_fusion_that_keeps_an_output_of_the_call_to_itself_is_refused() -> None:
