@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -105,6 +106,37 @@ def test_graph_breaks_numbers_and_modes_within_a_model_stay():
     conversion = assert_same(Broken(depth=2), X)
     assert len(conversion.graphs) > 1
     assert chains(conversion)
+
+
+class Repeated(Net):
+    """A call without gradients, and an equal one with them."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers[0](x)
+        with torch.no_grad():
+            scale = 1 / (x * 2).abs().amax(-1, keepdim=True)
+        return self.layers[0].fc(x * 2) * scale
+
+
+def test_a_call_without_gradients_does_not_stand_for_an_equal_one_with_them():
+    assert chains(assert_same(Repeated(), X))
+
+
+class Switched(Net):
+    """A region without autocast within one with it, and GEMMs behind it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.autocast("cpu", torch.bfloat16):
+            with torch.autocast("cpu", enabled=False):
+                x = torch.sin(x)
+            return self.layers[0].out(F.gelu(self.layers[0].fc(x)))
+
+
+def test_the_end_of_an_inner_region_of_autocast_does_not_end_the_outer_one():
+    conversion = sf.convert(Switched().float())
+    assert conversion.model(X.float()).dtype is torch.bfloat16
+    assert chains(conversion)
+    assert not conversion.graphs[0].left
 
 
 @pytest.mark.parametrize("value", [True, False])

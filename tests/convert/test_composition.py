@@ -207,37 +207,6 @@ def test_the_gradient_of_a_result_that_the_model_reads_too_is_whole():
     assert_equal(found[:1], found[1:])
 
 
-class Repeated(Net):
-    """A call without gradients, and an equal one with them."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.layers[0](x)
-        with torch.no_grad():
-            scale = 1 / (x * 2).abs().amax(-1, keepdim=True)
-        return self.layers[0].fc(x * 2) * scale
-
-
-def test_a_call_without_gradients_does_not_stand_for_an_equal_one_with_them():
-    assert chains(assert_same(Repeated(), X))
-
-
-class Switched(Net):
-    """A region without autocast within one with it, and GEMMs behind it."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        with torch.autocast("cpu", torch.bfloat16):
-            with torch.autocast("cpu", enabled=False):
-                x = torch.sin(x)
-            return self.layers[0].out(F.gelu(self.layers[0].fc(x)))
-
-
-def test_the_end_of_an_inner_region_of_autocast_does_not_end_the_outer_one():
-    conversion = sf.convert(Switched().float())
-    assert conversion.model(X.float()).dtype is torch.bfloat16
-    assert chains(conversion)
-    assert not conversion.graphs[0].left
-
-
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_converted_model_may_be_checkpointed(reentrant: bool):
     model, plain, _ = pair()
