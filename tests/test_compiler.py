@@ -243,3 +243,18 @@ def test_tensors_that_gain_nothing_compile_nothing(cache: Path) -> None:
     assert small not in refused(env=sf.Env.of("cpu"))  # of how many tokens is not known
     with sf.fusing(unmeasured=True):
         assert small not in refused(torch.randn(4, 8))
+
+
+def test_kernels_are_collected_for_the_thread_that_asks() -> None:
+    def ask() -> None:
+        collects.append(compiler.is_collecting())
+        compiler.ask(SOURCE)
+
+    collects = list[bool]()
+    with compiler.collecting() as wanted:
+        other = threading.Thread(target=ask)
+        other.start()
+        other.join()
+        assert (collects, [*wanted]) == ([False], [])
+        ask()
+    assert (collects, [*wanted]) == ([False, True], [SOURCE])
