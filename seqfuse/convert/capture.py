@@ -121,7 +121,7 @@ def start(
 
 def find(model: nn.Module) -> Conversion:
     """Implements `conversion`, with the same argument."""
-    inside = list(_conversions_in(model))
+    inside = list(conversions_in(model))
     own = next((found for path, found in inside if not path or found.model is model), None)
     if own is not None:
         return own
@@ -227,7 +227,7 @@ def _check_filter(filter_fn: Any) -> None:
 
 def _check_not_converted(model: nn.Module) -> None:
     name = type(model).__name__
-    for path, found in _conversions_in(model):
+    for path, found in conversions_in(model):
         if not path or found.model is model:
             raise _wrong(f"{name} is converted already", "sf.conversion(model).undo() ends that")
         hint = f"sf.conversion(model.get_submodule({path!r})).undo() ends that"
@@ -242,7 +242,7 @@ def _check_not_replicated(model: nn.Module) -> None:
             raise _wrong(said, "convert the module in it, and use DistributedDataParallel, one process for each device")
 
 
-def _conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
+def conversions_in(model: nn.Module) -> Iterator[tuple[str, Conversion]]:
     """The paths of converted modules in a model, with their conversions."""
     for path, module in named_modules(model):
         if (found := _conversion_of(module)) is not None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import dataclasses
 import functools
 import threading
@@ -59,8 +60,8 @@ class CapturedRegion(nn.Module):
                 r.operation.recipe = None
         self._fuser = Fuser(self.model, default_fusions() if fusions is None else fusions, memory=memory)
         paths = [*dict.fromkeys(owner(r.node) or "the model" for r in order.members)]
-        ends = " to ".join(paths[:: len(paths) - 1 or 1])
-        self._fuser.place = f"a chain of {len(order.members)} operations in {ends}"
+        self.ends = " to ".join(paths[:: len(paths) - 1 or 1])
+        self._fuser.place = f"a chain of {len(order.members)} operations in {self.ends}"
         install(self.model, self._fuser)
         self._names = tuple(order.channels)
         self._distributed = dist.is_available() and dist.is_initialized()
@@ -89,7 +90,7 @@ class CapturedRegion(nn.Module):
 
         `None` before the first call, and while global module hooks make it run eagerly.
         """
-        region, *_ = self._fuser.op_list().parts
+        region, *_ = self._fuser.last_op_list.parts
         if not isinstance(region, Region) or region.lowering is None:
             return None
         plan = region.lowering.plan
@@ -117,7 +118,7 @@ class CapturedRegion(nn.Module):
         reasons = {r.at: r.reason.removesuffix(", so it is not quantized") for r in refused}
         found: dict[str, str | None] = {}
         members = {id(r.operation): r for r in self.order.members}
-        for position, node in enumerate(self._fuser.op_list().nodes):
+        for position, node in enumerate(self._fuser.last_op_list.nodes):
             raised = members.get(id(node.operation))
             if raised is not None and with_gemms(node.operation):
                 why = reasons.get(position, "excluded" if node.recipe is None else "switched off")
@@ -127,7 +128,7 @@ class CapturedRegion(nn.Module):
     @property
     def hooked(self) -> bool:
         """Whether its operations run eagerly one by one, as with global module hooks."""
-        return not any(isinstance(part, Region) for part in self._fuser.op_list().parts)
+        return not any(isinstance(part, Region) for part in self._fuser.last_op_list.parts)
 
     def plan_for(
         self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True
@@ -183,6 +184,12 @@ class CapturedRegion(nn.Module):
         """A fake tensor for each node, under a `FakeTensorMode`; the same one for the same node."""
         return list(map(functools.cache(fake), values))
 
+    def copied(self, parameters: Iterable[Tensor]) -> Fuser:
+        """A fuser as its own for a copy of the operations with these parameters, a tensor for each node in `given`."""
+        memo: dict[int, Any] = {id(own): given for (_, _, own), given in zip(self._slots, parameters, strict=True)}
+        with self._lock:
+            return Fuser(copy.deepcopy(self.model, memo), self._fuser.fusions, memory=self._fuser.memory)
+
     @property
     def eager(self) -> Unconverted | None:
         """Launches and saved bytes of the chain in eager torch, if they can be counted."""
@@ -218,7 +225,7 @@ class CapturedRegion(nn.Module):
         return self._once("launched", self._count_launched)
 
     def _count_launched(self) -> tuple[int, int] | None:
-        (part,) = (op_list := self._fuser.op_list()).parts
+        (part,) = (op_list := self._fuser.last_op_list).parts
         if not isinstance(part, Region) or (lowering := part.lowering) is None:
             return None
         env = lowering.plan.env
@@ -274,7 +281,7 @@ class CapturedRegion(nn.Module):
 
     def _tell_module(self, error: SeqfuseError) -> None:
         """Set the path of the model's module in an error of its operation."""
-        nodes = self._fuser.op_list().nodes
+        nodes = self._fuser.last_op_list.nodes
         if isinstance(error.position, int) and error.position < len(nodes):
             operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")

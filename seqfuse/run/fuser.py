@@ -329,6 +329,11 @@ class Fuser:
             self._op_lists = (op_list, *kept[: KEPT_LISTS - 1])
             return op_list
 
+    @property
+    def last_op_list(self) -> OpList:
+        """The sequence of the last call, which a change or a measurement since then would rebuild."""
+        return self._op_lists[0] if self._op_lists else self.op_list()
+
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
         """The plan for an input or an environment.
 

@@ -8,7 +8,7 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +17,14 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import cost_table
+from ..convert.region import CapturedRegion
 from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError, StateError
+from ..run import Sequential
 from ..settings import settings
 from ..traffic import unfused
-from .shadow import MODES, CalledRegion, Candidate, Shadow, called_regions, passes, real_parameters, why_not_now
+from .chains import captured_in, sites_of
+from .shadow import MODES, CalledRegion, Candidate, Shadow, Site, called_regions, passes, real_parameters, why_not_now
 from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, time_passes
 
 __all__ = ["Row", "TuneReport", "tune"]
@@ -93,7 +96,7 @@ class TuneReport:
 
 def tune(
     model: nn.Module,
-    x: Tensor,
+    x: Tensor | None = None,
     *,
     modes: str | Sequence[str] = MODES,
     budget: float | None = None,
@@ -112,15 +115,17 @@ def tune(
     so an interrupted call can be continued.
 
     The model does not run; candidates are found with a copy on fake tensors. Gradients, buffers, modes, hooks and
-    torch's random generators do not change.
+    torch's random generators do not change. Of a converted model, those of the chains that its calls have captured are
+    measured, as in these calls, so call it first as you train or use it; it needs no `x`.
 
     Measurements are valid for one device and driver, these versions of torch, Triton and this library, and operations
     of the same configuration, shape (number of tokens rounded up to a power of two), dtypes and needed gradients. They
     are written immediately, to the user's cache (`SEQFUSE_TUNE=0`: never) or to `file`.
 
     Args:
-        model: a `Sequential`, or a module that contains some.
-        x: an input; its shape, dtype, device and `requires_grad` matter. A surrounding `torch.autocast` also matters.
+        model: a `Sequential`, a module that contains some, or a converted model.
+        x: an input, which a converted model does not need; its shape, dtype, device and `requires_grad` matter. A
+            surrounding `torch.autocast` also matters.
         modes: `"train"` (with gradients), `"eval"` (without), or both.
         budget: seconds after which no further measurement starts.
         progress: whether to show progress (first rank only); by default on a terminal.
@@ -132,23 +137,26 @@ def tune(
 
     Raises:
         InputError: (SF105, SF106) for an invalid argument, a `file` with other content, or a model that cannot be
-            copied.
+            copied, or has nothing to tune.
         StateError: (SF504) on the other ranks, if the first rank failed.
         KernelError: (SF401) if the device was lost.
     """
-    chosen = _checked(x, modes, budget, file)
-    reason = why_not_now(x)
+    chosen, chains = _checked(x, modes, budget, file), _chains_of(model, x)
+    device = torch.device(chains[0].device) if x is None else x.device
+    reason = why_not_now(device)
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
         return TuneReport((), skipped=(reason,))
-    ranks = Ranks(group, x.device)
+    ranks = Ranks(group, device)
     shown = ranks.first and (sys.stderr.isatty() if progress is None else progress)
     path = None if file is None else Path(file)
     search = _Search(path, budget, ranks, shown)
     generators: Any = torch.random
-    with generators.fork_rng([x.device] if x.is_cuda else []):
+    with generators.fork_rng([device] if device.type == "cuda" else []):
         try:
-            search.look(model, x, channels, chosen)
+            if x is not None:
+                search.look(model, x, channels, chosen)
+            search.take_all(sites_of(chains, chosen))
             if ranks.first:
                 search.measure()
         except BaseException as error:
@@ -161,9 +169,9 @@ def tune(
 
 
 def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
-    if type(x) not in (Tensor, nn.Parameter):
+    if x is not None and type(x) not in (Tensor, nn.Parameter):
         raise InputError(f"tune takes a plain tensor, not {type(x).__name__}", code="SF105")
-    if x.device.type == "meta":
+    if x is not None and x.device.type == "meta":
         raise InputError("tune takes an input on the device to measure, not on meta", code="SF105")
     chosen = (modes,) if isinstance(modes, str) else tuple(modes)
     if not chosen or not set(chosen) <= set(MODES):
@@ -173,6 +181,23 @@ def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
     if file is not None and not isinstance(file, str | os.PathLike):
         raise InputError(f"file must be a path, not {file!r}", code="SF106")
     return tuple(dict.fromkeys(chosen))
+
+
+def _chains_of(model: Any, x: Tensor | None) -> list[CapturedRegion]:
+    """The chains that the model has captured, if it is converted; raises if there is nothing to tune."""
+    if not isinstance(model, nn.Module):
+        raise InputError(f"tune takes a torch.nn.Module, not {type(model).__name__}", code="SF106")
+    chains, name = captured_in(model), type(model).__name__
+    if not any(isinstance(module, Sequential) for module in model.modules()):
+        if chains is None:
+            message = f"{name} contains no sf.Sequential and is not converted, so there is nothing to tune"
+            raise InputError(message, code="SF106", hint="sf.convert(model), call it as you train or use it, then tune")
+        if not chains:
+            message = f"{name} is converted, but its calls have captured no chains yet"
+            raise InputError(message, code="SF106", hint="call it as you train or use it, then tune")
+    elif x is None and not chains:
+        raise InputError(f"tune needs an input x of the sf.Sequentials in {name}", code="SF105")
+    return chains or []
 
 
 class Ranks:
@@ -240,17 +265,21 @@ class _Search:
         self._measured = 0
 
     def look(self, model: nn.Module, x: Tensor, channels: dict[str, Tensor], modes: Sequence[str]) -> None:
-        """Find the candidates in each mode."""
+        """Find the candidates in the containers that a call runs, in each mode."""
         for mode in modes:
             sites, ended = Shadow(model, mode).sites(x, channels)
             if ended is not None:
                 self._skipped.append(f"what comes after an error in {mode} mode: {ended}")
-            for site in sites:
-                for stretch in called_regions(site):
-                    if isinstance(stretch, str):
-                        self._skipped.append(stretch)
-                    else:
-                        self._take(stretch)
+            self.take_all(sites)
+
+    def take_all(self, sites: Iterable[Site | str]) -> None:
+        """Find the candidates of calls; a string is the reason why a call cannot be measured."""
+        for site in sites:
+            for stretch in [site] if isinstance(site, str) else called_regions(site):
+                if isinstance(stretch, str):
+                    self._skipped.append(stretch)
+                else:
+                    self._take(stretch)
         self._skipped = list(dict.fromkeys(self._skipped))
 
     def _take(self, stretch: CalledRegion) -> None:

@@ -93,9 +93,8 @@ class Shadow:
 
     def __init__(self, model: nn.Module, mode: str) -> None:
         self.mode = mode
-        self._originals: dict[
-            int, tuple[Tensor, Tensor]
-        ] = {}  # by id of a fake tensor: the fake tensor, which keeps the id valid, and the original
+        # By id of a fake tensor: the fake tensor, which keeps the id valid, and the original.
+        self._originals: dict[int, tuple[Tensor, Tensor]] = {}
         memo: dict[int, Any] = {}
         try:
             with faking() as self._fakes:
@@ -144,6 +143,10 @@ class Shadow:
     def _fake(self, x: Tensor) -> Tensor:
         return self._fakes.from_tensor(x.detach()).requires_grad_(x.requires_grad)
 
+    def copy_of(self, fake: Tensor) -> Tensor:
+        """A copy of the model's tensor that a fake one represents."""
+        return self._originals[id(fake)][1].detach().clone()
+
     def original(self, fake: Tensor) -> Tensor | None:
         """The model's tensor that a fake parameter or buffer of the copy represents."""
         return self._originals.get(id(fake), (fake, None))[1]
@@ -158,8 +161,7 @@ class Shadow:
                 fakes = {name: t for name, t in held.items() if t is not None and self.original(t) is not None}
                 for fake in fakes.values():
                     if id(fake) not in made:
-                        own = self._originals[id(fake)][1]
-                        copied = own.detach().clone()
+                        own, copied = self._originals[id(fake)][1], self.copy_of(fake)
                         is_parameter = isinstance(own, nn.Parameter)
                         made[id(fake)] = nn.Parameter(copied, own.requires_grad) if is_parameter else copied
                 named = {name: made[id(fake)] for name, fake in fakes.items()}
@@ -272,10 +274,10 @@ def real_parameters(stretch: CalledRegion, candidate: Candidate) -> Generator[No
         yield
 
 
-def why_not_now(x: Tensor) -> str | None:
+def why_not_now(device: torch.device) -> str | None:
     """Why nothing can be measured now, or None."""
     if torch.compiler.is_compiling() or transformed():
         return "the call is being traced or transformed"
-    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
     return "global module hooks are registered" if global_hooks() else None

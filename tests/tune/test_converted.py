@@ -1,0 +1,172 @@
+"""`sf.tune` of converted models: the chains that their calls have captured, as in these calls."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import seqfuse as sf
+from seqfuse import ops
+from tests.tune import kit
+
+
+class _SlowBiasTanh(sf.ForwardFusion):
+    """Declares that it saves more than any other, and takes 80 us."""
+
+    bias: ops.Bias
+    act: ops.Tanh
+
+    def saves(self, env: sf.Env) -> sf.Savings:
+        return sf.Savings(launches=1e4)
+
+    def fwd(self, x: Tensor) -> Any:
+        kit.spend(80)
+        y = torch.tanh(x + self.bias.bias.to(x.dtype))
+        return y, {"bias": ops.Bias.Saved(), "act": self.act.Saved(y=y)}
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.Linear(4, 6)
+        self.down = nn.Linear(6, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x + self.down(torch.tanh(self.up(x)))
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([Layer(), Layer()])
+
+    def forward(self, x: Tensor, flag: bool = False) -> Tensor:
+        for layer in self.layers:
+            x = layer(x)
+        return x.sin() if flag else x
+
+
+def converted(**options: Any) -> tuple[Model, sf.Conversion]:
+    model = Model()
+    return model, sf.convert(model, fusions=(_SlowBiasTanh,), memory="fast", **options)
+
+
+X = torch.randn(8, 4, generator=torch.Generator().manual_seed(0))
+
+
+def used(conversion: sf.Conversion) -> list[int]:
+    """How often the fusion is in the plan of each chain."""
+    return [
+        region.plan.count("_SlowBiasTanh") for graph in conversion.graphs for region in graph.regions if region.plan
+    ]
+
+
+def step(model: nn.Module, autocast: torch.dtype | None = None, **given: Any) -> Tensor:
+    with contextlib.nullcontext() if autocast is None else torch.autocast("cpu", autocast):
+        return model(X, **given)
+
+
+@pytest.mark.parametrize("regions", ["model", "layers"])
+@pytest.mark.parametrize("autocast", [None, torch.bfloat16], ids=["float32", "autocast"])
+def test_the_chains_of_earlier_calls_are_measured_as_in_these_calls(regions: Any, autocast: torch.dtype | None):
+    model, conversion = converted(regions=regions)
+    y = step(model, autocast)
+    assert sum(used(conversion)) == 2
+    report = sf.tune(model)  # outside of autocast
+    times = {(r.fusion, r.mode, round(r.fused_us or 0), r.chosen) for r in report.rows}
+    assert times == {("_SlowBiasTanh", "train", 80, False)}
+    assert sum(used(conversion)) == 2, "the plan of the last call"
+    assert (len(sf.tune(model).rows), sf.tune(model).measured) == (len(report.rows), 0)
+    kit.CLOCK.now = 0
+    again = step(model, autocast)
+    assert sum(used(conversion)) == 0
+    assert kit.CLOCK.now == 0
+    assert torch.equal(y, again)
+    assert "measured 80.0 us" in str(conversion.graphs[0].regions[0].plan)
+
+
+def test_modes_are_those_of_the_calls():
+    model, conversion = converted()
+    step(model)
+    with torch.no_grad():
+        step(model)
+    assert sf.tune(model, modes=()[:0] or "eval").rows[0].mode == "eval"
+    step(model)
+    with torch.no_grad():
+        step(model)
+    by_grad = {
+        region.plan.env.grad: region.plan for graph in conversion.graphs for region in graph.regions if region.plan
+    }
+    assert by_grad[True].count("_SlowBiasTanh") > 0
+    assert by_grad[False].count("_SlowBiasTanh") == 0
+    assert {row.mode for row in sf.tune(model).rows} == {"train", "eval"}
+
+
+def test_an_input_is_not_needed_and_not_run():
+    model, _ = converted()
+    step(model, flag=True)
+    assert sf.tune(model, torch.zeros(1, dtype=torch.int64)).measured > 0
+
+
+def test_nothing_of_the_model_changes():
+    model, conversion = converted()
+    step(model).square().sum().backward()
+    before = copy.deepcopy(model.state_dict()), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+    placeholders = [slot[0][slot[1]] for g in conversion.graphs for r in g.regions for slot in r._slots]
+    random = torch.get_rng_state()
+    sf.tune(model)
+    assert torch.equal(torch.get_rng_state(), random)
+    assert all(torch.equal(a, b) for a, b in zip(before[0].values(), model.state_dict().values(), strict=True))
+    assert all(torch.equal(a, p.grad) for a, p in zip(before[1], model.parameters(), strict=True) if p.grad is not None)
+    after = [slot[0][slot[1]] for g in conversion.graphs for r in g.regions for slot in r._slots]
+    assert all(a is b for a, b in zip(placeholders, after, strict=True))
+    assert all(t.is_meta for t in after)
+
+
+def test_sequentials_beside_converted_layers_are_measured_with_the_input():
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.front = sf.Sequential(ops.Linear(4, 4), ops.Tanh(), fusions=(_SlowBiasTanh,))
+            self.back = Layer()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.back(self.front(x))
+
+    model = Both()
+    sf.convert(model.back, fusions=(_SlowBiasTanh,), memory="fast")
+    model(X)
+    assert {row.at.split()[0] for row in sf.tune(model, X).rows if row.mode == "train"} == {"front", "up"}
+    assert {row.at.split()[0] for row in sf.tune(model).rows} == {"up"}
+
+
+def test_a_chain_that_cannot_run_is_skipped_with_its_error(monkeypatch: pytest.MonkeyPatch):
+    model, conversion = converted()
+    step(model)
+    (region,) = conversion.graphs[0].regions[:1]
+    monkeypatch.setattr(region, "copied", lambda parameters: 1 / 0)
+    assert any("ZeroDivisionError" in reason for reason in sf.tune(model).skipped)
+
+
+def _not_called() -> nn.Module:
+    return converted()[0]
+
+
+@pytest.mark.parametrize(
+    ("make", "expected"),
+    [
+        (_not_called, r"SF106: Model is converted, but its calls have captured no chains yet\nHint: call it"),
+        (lambda: nn.Linear(4, 4), r"SF106: Linear contains no sf.Sequential and is not converted, so there is nothing"),
+        (lambda: sf.Sequential(ops.Tanh()), r"SF105: tune needs an input x of the sf.Sequentials in Sequential"),
+        (lambda: converted()[1], r"SF106: tune takes a torch.nn.Module, not Conversion"),
+    ],
+    ids=["not called", "nothing", "no input", "a report"],
+)
+def test_without_anything_to_tune_it_says_so(make: Any, expected: str):
+    with pytest.raises(sf.InputError, match=expected):
+        sf.tune(make())
