@@ -21,9 +21,9 @@ from ..env import Env, rows_of
 from ..errors import SeqfuseError
 from ..fusion import Fusions
 from ..group import handed_on, with_backward
-from ..plan import Choice, Memory, MemoryChoice, Plan, draw
+from ..plan import Choice, Memory, MemoryChoice, Plan, draw, global_hooks
 from ..recipes import Recipe
-from ..run import Fuser, Region, Sequential, bind, default_fusions, install
+from ..run import Fuser, OpList, Region, Sequential, bind, default_fusions, install
 from .chains import Order
 from .graph import example, fake, numbers, owner, spelled
 from .launches import Before, Launches, Unconverted
@@ -85,12 +85,17 @@ class CapturedRegion(nn.Module):
         return self._model[0]
 
     @property
+    def _op_list(self) -> OpList:
+        """The sequence of the last call; under global module hooks, that of the next."""
+        return self._fuser.op_list() if global_hooks() else self._fuser.last_op_list
+
+    @property
     def plan(self) -> Plan | None:
         """The plan of the last call; bytes are for tensors of the sizes at capture.
 
         `None` before the first call, and while global module hooks make it run eagerly.
         """
-        region, *_ = self._fuser.last_op_list.parts
+        region, *_ = self._op_list.parts
         if not isinstance(region, Region) or region.lowering is None:
             return None
         plan = region.lowering.plan
@@ -118,7 +123,7 @@ class CapturedRegion(nn.Module):
         reasons = {r.at: r.reason.removesuffix(", so it is not quantized") for r in refused}
         found: dict[str, str | None] = {}
         members = {id(r.operation): r for r in self.order.members}
-        for position, node in enumerate(self._fuser.last_op_list.nodes):
+        for position, node in enumerate(self._op_list.nodes):
             raised = members.get(id(node.operation))
             if raised is not None and with_gemms(node.operation):
                 why = reasons.get(position, "excluded" if node.recipe is None else "switched off")
@@ -128,7 +133,7 @@ class CapturedRegion(nn.Module):
     @property
     def hooked(self) -> bool:
         """Whether its operations run eagerly one by one, as with global module hooks."""
-        return not any(isinstance(part, Region) for part in self._fuser.last_op_list.parts)
+        return not any(isinstance(part, Region) for part in self._op_list.parts)
 
     def plan_for(
         self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True
@@ -225,7 +230,7 @@ class CapturedRegion(nn.Module):
         return self._once("launched", self._count_launched)
 
     def _count_launched(self) -> tuple[int, int] | None:
-        (part,) = (op_list := self._fuser.last_op_list).parts
+        (part,) = (op_list := self._op_list).parts
         if not isinstance(part, Region) or (lowering := part.lowering) is None:
             return None
         env = lowering.plan.env
@@ -281,7 +286,7 @@ class CapturedRegion(nn.Module):
 
     def _tell_module(self, error: SeqfuseError) -> None:
         """Set the path of the model's module in an error of its operation."""
-        nodes = self._fuser.last_op_list.nodes
+        nodes = self._op_list.nodes
         if isinstance(error.position, int) and error.position < len(nodes):
             operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")

@@ -160,7 +160,7 @@ def test_where_nothing_can_be_timed_the_declared_costs_stay(what: str, monkeypat
     if what == "compiling":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     elif what == "capturing":
-        monkeypatch.setattr(Tensor, "is_cuda", True)
+        monkeypatch.setattr(Tensor, "device", torch.device("cuda", 0))
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     elif what == "vmap":
         monkeypatch.setattr("torch._C._functorch.peek_interpreter_stack", lambda: 1)
