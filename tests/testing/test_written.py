@@ -89,7 +89,11 @@ class NoBiasGradient(BiasTanh):
     ],
 )
 def test_a_fusion_that_does_not_write_a_result_is_told_so(fusion: type[sf.FusedOperation], place: str) -> None:
-    with pytest.raises(AssertionError, match=f"{place} is made of memory that was never written, such as that of"):
+    # Memory that held NaN before looks as if NaN was computed; then only the second call gives other numbers.
+    by_chance = r"called again with the same inputs: .*bits differ first at .* against nan$"
+    with pytest.raises(
+        AssertionError, match=f"{place} is made of memory that was never written, such as that of|{by_chance}"
+    ):
         check_fusion(fusion, X, dtypes=F32)
 
 
