@@ -49,8 +49,7 @@ def host(found: Results, planned: Results) -> Lines:
 @drawn("cpu", "cpu", "cpu_avx512")
 def cpu(found: Results, with_avx512: Results) -> Lines:
     """CPU time of steps against eager torch: default and lean plans, then other sides of some rows."""
-    device = with_avx512["about"]["device"]
-    said = f"{where(found)} The last column was measured on an {device} with AVX-512."
+    said = f"{where(found)} The last column was measured on an {with_avx512['about']['device']} with AVX-512."
     there = {row["name"]: between(row["sides"]["default"]) for row in with_avx512["rows"]}
     plans = {"default": "seqfuse / eager", "lean": "seqfuse, lean / eager"}
     others = {
