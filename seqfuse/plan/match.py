@@ -269,7 +269,8 @@ class Matcher:
         """Fusions whose pattern matches the beginning of these kinds."""
         fits, found = self._fits(window), list[_Match]()
         for rank, cls in enumerate(self.fusions):
-            found += [(cls, is_own(cls), rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
+            if cls.slots[0].optional or id(cls.slots[0]) in fits[0]:
+                found += [(cls, is_own(cls), rank, lengths, sum(lengths)) for lengths in _lengths(cls.slots, fits)]
         return tuple(found)
 
     def _near_misses(self, window: tuple[type, ...]) -> Iterator[_Near]:
