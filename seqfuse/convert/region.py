@@ -85,9 +85,11 @@ class CapturedRegion(nn.Module):
         return self._model[0]
 
     @property
-    def _op_list(self) -> OpList:
-        """The sequence of the last call; under global module hooks, that of the next."""
-        return self._fuser.op_list() if global_hooks() else self._fuser.last_op_list
+    def _called(self) -> tuple[OpList, Region] | None:
+        """The sequence of the last call, and its region; `None` if no call ran fused."""
+        op_list = self._fuser.last_op_list
+        region = None if op_list is None else op_list.parts[0]
+        return (op_list, region) if op_list is not None and isinstance(region, Region) else None
 
     @property
     def plan(self) -> Plan | None:
@@ -95,10 +97,10 @@ class CapturedRegion(nn.Module):
 
         `None` before the first call, and while global module hooks make it run eagerly.
         """
-        region, *_ = self._op_list.parts
-        if not isinstance(region, Region) or region.lowering is None:
+        called = self._called
+        if global_hooks() or called is None or (lowering := called[1].lowering) is None:
             return None
-        plan = region.lowering.plan
+        plan = lowering.plan
         if self._ran is None or self._ran[0] is not plan:
             counted = functools.cache(lambda: self._planned(plan.env))
 
@@ -108,22 +110,22 @@ class CapturedRegion(nn.Module):
             def choices(_: Plan) -> tuple[MemoryChoice, ...]:
                 return counted().choices
 
-            shown = self._fuser.plan_of(region.lowering)
+            shown = self._fuser.plan_of(lowering)
             self._ran = plan, dataclasses.replace(shown, measure=memory, compare=choices)
         return self._ran[1]
 
     @property
     def quantized(self) -> dict[str, str | None]:
         """The paths of modules whose GEMMs have a recipe; each with the reason if it is not quantized, else None."""
-        plan = self.plan
-        if plan is None or self.recipe is None:
+        plan, called = self.plan, self._called
+        if plan is None or called is None or self.recipe is None:
             return {}
         at = {q.at for q in plan.quantizations}
         refused = (r for r in plan.refused if r.fusion == str(self.recipe))
         reasons = {r.at: r.reason.removesuffix(", so it is not quantized") for r in refused}
         found: dict[str, str | None] = {}
         members = {id(r.operation): r for r in self.order.members}
-        for position, node in enumerate(self._op_list.nodes):
+        for position, node in enumerate(called[0].nodes):
             raised = members.get(id(node.operation))
             if raised is not None and with_gemms(node.operation):
                 why = reasons.get(position, "excluded" if node.recipe is None else "switched off")
@@ -132,8 +134,8 @@ class CapturedRegion(nn.Module):
 
     @property
     def hooked(self) -> bool:
-        """Whether its operations run eagerly one by one, as with global module hooks."""
-        return not any(isinstance(part, Region) for part in self._op_list.parts)
+        """Whether global module hooks make its operations run eagerly one by one, now or in the last call."""
+        return global_hooks() or (self._fuser.last_op_list is not None and self._called is None)
 
     def plan_for(
         self, device: str, *, dtype: torch.dtype | None = None, autocast: torch.dtype | None = None, grad: bool = True
@@ -230,9 +232,10 @@ class CapturedRegion(nn.Module):
         return self._once("launched", self._count_launched)
 
     def _count_launched(self) -> tuple[int, int] | None:
-        (part,) = (op_list := self._op_list).parts
-        if not isinstance(part, Region) or (lowering := part.lowering) is None:
+        called = self._called
+        if called is None or (lowering := called[1].lowering) is None:
             return None
+        op_list, part = called
         env = lowering.plan.env
         try:
             with self._lock, FakeTensorMode(), contextlib.ExitStack() as stack, torch.set_grad_enabled(env.grad):
@@ -286,7 +289,8 @@ class CapturedRegion(nn.Module):
 
     def _tell_module(self, error: SeqfuseError) -> None:
         """Set the path of the model's module in an error of its operation."""
-        nodes = self._op_list.nodes
+        called = self._fuser.last_op_list
+        nodes = () if called is None else called.nodes
         if isinstance(error.position, int) and error.position < len(nodes):
             operation = self.order.operations[int(nodes[error.position].path.partition(".")[0])]
             module = next((owner(r.node) for r in self.order.members if r.operation is operation), "")

@@ -119,6 +119,7 @@ class Fuser:
 
     def _reset(self) -> None:
         self._op_lists: tuple[OpList, ...] = ()
+        self.last_op_list: OpList | None = None  # that of the last call, which a plan since then may have rebuilt
         self._name = ""  # empty for a fuser that exists in a trace only
         if not torch.compiler.is_compiling():
             self._name = str(next(_numbers))
@@ -144,6 +145,7 @@ class Fuser:
             return self._traced(x, channels)
         op_lists = self._op_lists
         op_list = op_lists[0] if op_lists and op_lists[0].fingerprint.holds() else self.op_list()
+        self.last_op_list = op_list
         whole = op_list.whole
         if whole is not None and whole.latest is not None and len(channels) == len(op_list.inputs):
             y = whole.latest(x, channels, None)
@@ -328,11 +330,6 @@ class Fuser:
             self._matcher.failures.clear()  # failures are recorded by position
             self._op_lists = (op_list, *kept[: KEPT_LISTS - 1])
             return op_list
-
-    @property
-    def last_op_list(self) -> OpList:
-        """The sequence of the last call, which a change or a measurement since then would rebuild."""
-        return self._op_lists[0] if self._op_lists else self.op_list()
 
     def plan(self, x: Tensor | None = None, *, env: Env | None = None, **channels: Tensor) -> Plan:
         """The plan for an input or an environment.

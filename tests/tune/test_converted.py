@@ -153,6 +153,30 @@ def test_a_chain_that_cannot_run_is_skipped_with_its_error(monkeypatch: pytest.M
     assert any("ZeroDivisionError" in reason for reason in sf.tune(model).skipped)
 
 
+def _printed_after_tuning(model: nn.Module, conversion: sf.Conversion) -> None:
+    assert sf.tune(model).measured > 0
+    str(conversion)  # the bytes of its plan are counted with another plan, from the measurements
+
+
+def _printed_under_hooks(model: nn.Module, conversion: sf.Conversion) -> None:
+    with nn.modules.module.register_module_forward_hook(lambda *_: None):
+        assert "runs eagerly under hooks of all modules" in str(conversion)
+
+
+@pytest.mark.parametrize("between", [_printed_after_tuning, _printed_under_hooks])
+def test_what_is_printed_changes_neither_the_report_nor_what_is_measured(between: Any):
+    model, conversion = converted()
+    step(model)
+    plan = str(conversion)
+    other, printed_later = converted()
+    step(other)
+    between(other, printed_later)
+    assert sum(used(printed_later)) == 2
+    assert str(printed_later) == plan
+    report = sf.tune(other)
+    assert ({row.mode for row in report.rows}, report.skipped) == ({"train"}, ())
+
+
 def _not_called() -> nn.Module:
     return converted()[0]
 
