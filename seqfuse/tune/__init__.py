@@ -141,8 +141,7 @@ def tune(
         StateError: (SF504) on the other ranks, if the first rank failed.
         KernelError: (SF401) if the device was lost.
     """
-    chosen, chains = _checked(x, modes, budget, file), _chains_of(model, x)
-    device = torch.device(chains[0].device) if x is None else x.device
+    chosen, device = _checked(x, modes, budget, file), _device_of(model, x)
     reason = why_not_now(device)
     if reason is not None:
         warnings.warn(f"nothing was tuned: {reason}; fusions keep the costs they declare", UserWarning, stacklevel=2)
@@ -154,6 +153,7 @@ def tune(
     generators: Any = torch.random
     with generators.fork_rng([device] if device.type == "cuda" else []):
         try:
+            chains = _chains_of(model, x)  # here, since another rank may have captured some
             if x is not None:
                 search.look(model, x, channels, chosen)
             search.take_all(sites_of(chains, chosen))
@@ -183,10 +183,17 @@ def _checked(x: Any, modes: Any, budget: Any, file: Any) -> tuple[str, ...]:
     return tuple(dict.fromkeys(chosen))
 
 
-def _chains_of(model: Any, x: Tensor | None) -> list[CapturedRegion]:
-    """The chains that the model has captured, if it is converted; raises if there is nothing to tune."""
+def _device_of(model: Any, x: Tensor | None) -> torch.device:
     if not isinstance(model, nn.Module):
         raise InputError(f"tune takes a torch.nn.Module, not {type(model).__name__}", code="SF106")
+    if x is not None:
+        return x.device
+    places = [torch.device(region.device) for region in captured_in(model) or ()]
+    return next(iter([*places, *(p.device for p in model.parameters())]), torch.device("cpu"))
+
+
+def _chains_of(model: nn.Module, x: Tensor | None) -> list[CapturedRegion]:
+    """The chains that the model has captured, if it is converted; raises if there is nothing to tune."""
     chains, name = captured_in(model), type(model).__name__
     if not any(isinstance(module, Sequential) for module in model.modules()):
         if chains is None:

@@ -98,6 +98,22 @@ def an_error_of_another_rank_leaves_the_first_one_alone() -> None:
     assert sf.tune(pair(Slow, width=8), x, modes="train").measured == 1
 
 
+def a_rank_without_calls_of_its_converted_model_leaves_no_other_rank_waiting() -> None:
+    for called, other in enumerate((None, "SF504: the first rank could not tune: InputError: SF106")):
+        model = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.GELU())
+        sf.convert(model)
+        if dist.get_rank() == called:
+            model(X)
+            expected = other
+        else:
+            expected = "SF106: Sequential is converted, but its calls have captured no chains yet"
+        if expected is None:
+            assert sf.tune(model).rows
+        else:
+            with pytest.raises(sf.SeqfuseError, match=expected):
+                sf.tune(model)
+
+
 WORKS = [
     ranks_begin_with_caches_of_their_own,
     ranks_find_opposite_times,
@@ -105,6 +121,7 @@ WORKS = [
     a_group_has_its_own_first_rank,
     an_error_of_the_first_rank_reaches_the_others,
     an_error_of_another_rank_leaves_the_first_one_alone,
+    a_rank_without_calls_of_its_converted_model_leaves_no_other_rank_waiting,
 ]
 
 
