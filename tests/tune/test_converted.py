@@ -153,6 +153,49 @@ def test_a_chain_that_cannot_run_is_skipped_with_its_error(monkeypatch: pytest.M
     assert any("ZeroDivisionError" in reason for reason in sf.tune(model).skipped)
 
 
+@pytest.mark.parametrize("autocast", [False, True])
+def test_candidates_run_with_random_parameters_of_the_dtypes_of_the_calls(
+    autocast: bool, monkeypatch: pytest.MonkeyPatch
+):
+    model, _ = converted()
+    kind = torch.float32 if autocast else torch.bfloat16
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        model.to(kind)(X.to(kind))
+    seen: set[Any] = set()
+    fwd = _SlowBiasTanh.fwd
+
+    def noted(fusion: Any, x: Tensor) -> Any:
+        bias = fusion.bias.bias
+        seen.add((x.dtype, bias.dtype, bool(bias.unique().numel() > 1), torch.is_autocast_enabled("cpu")))
+        return fwd(fusion, x)
+
+    monkeypatch.setattr(_SlowBiasTanh, "fwd", noted)
+    assert sf.tune(model).measured > 0
+    assert seen == {(torch.bfloat16, kind, True, autocast)}
+
+
+def test_chains_of_all_converted_modules_in_a_model_are_measured():
+    model = nn.ModuleList([Model(), nn.Sequential(nn.Linear(4, 5), nn.Tanh())])
+    for part in model:
+        sf.convert(part, fusions=(_SlowBiasTanh,), memory="fast")
+        part(X)
+    assert len(sf.tune(model).rows) == 2
+
+
+def test_each_channel_of_a_chain_has_its_own_shape():
+    class Sums(Layer):
+        def forward(self, x: Tensor, wide: Tensor | None = None, narrow: Tensor | None = None) -> Tensor:
+            return self.down(torch.tanh(self.up(x) + wide).tanh()) + narrow
+
+    model = Sums()
+    conversion = sf.convert(model)
+    model(X, torch.ones(8, 6), torch.ones(8, 4))
+    assert [len(region.order.channels) for region in conversion.graphs[0].regions] == [2]
+    report = sf.tune(model)
+    assert report.skipped == ()
+    assert report.rows
+
+
 def _printed_after_tuning(model: nn.Module, conversion: sf.Conversion) -> None:
     assert sf.tune(model).measured > 0
     str(conversion)  # the bytes of its plan are counted with another plan, from the measurements
