@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from ..casts import autocasting
 from ..convert.region import CapturedRegion
+from ..env import Env
 from ..errors import one_line
 from ..fake import faking
 from ..plan import Plan
@@ -73,6 +74,10 @@ def sites_of(chains: Iterable[CapturedRegion], modes: Container[str]) -> Iterato
             yield f"{region.ends}: it ran unconverted"
         elif ("train" if plan.env.grad else "eval") in modes:
             try:
-                yield ChainShadow(region, plan).site()
+                site = ChainShadow(region, plan).site()
+                yield site
+                if (tokens := Env.like(site.entering[0][0]).rows) != plan.env.rows:
+                    given = f"its last call, rounded up to {plan.env.rows} tokens"
+                    yield f"{region.ends}: the size of {given}; the size at capture was measured, {tokens}"
             except Exception as error:
                 yield f"{region.ends}: {one_line(error)}"

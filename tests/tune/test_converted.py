@@ -196,6 +196,20 @@ def test_each_channel_of_a_chain_has_its_own_shape():
     assert report.rows
 
 
+def test_a_size_that_was_not_captured_is_not_measured_and_reported():
+    model, conversion = converted()
+    for tokens in (8, 16):
+        model(torch.randn(tokens, 4))
+    report = sf.tune(model)
+    assert ({row.mode for row in report.rows}, report.skipped) == ({"train"}, ())
+    model(torch.randn(1000, 4))
+    assert len(conversion.graphs) == 2, "a graph for all sizes after the first"
+    report = sf.tune(model)
+    assert report.rows
+    (reason,) = report.skipped
+    assert "the size of its last call, rounded up to 1024 tokens; the size at capture was measured, 16" in reason
+
+
 def _printed_after_tuning(model: nn.Module, conversion: sf.Conversion) -> None:
     assert sf.tune(model).measured > 0
     str(conversion)  # the bytes of its plan are counted with another plan, from the measurements
