@@ -195,7 +195,8 @@ class Run:
             self.step(windows, 0)
             return torch.cuda.max_memory_allocated() - before
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # else the profiler prints when it starts and stops
-        with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as traced:
+        # `acc_events`, without which torch 2.11 warns.
+        with profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True) as traced:
             self.step(windows, 0)
         with tempfile.TemporaryDirectory() as folder:
             traced.export_chrome_trace(f"{folder}/trace.json")

@@ -172,7 +172,9 @@ def walk_reference(
         if operation.forward_signature.recipe:
             recipe = reference_recipe(nodes, position, x)
             extras |= {} if recipe is None else {"recipe": recipe}
-        joins = done in positions and nodes[done].fusable and not node.sum_over and not nodes[done].sum_over
+        joins = done in positions and nodes[done].fusable
+        # Not `not`, which Dynamo of torch 2.11 cannot trace for a group.
+        joins = joins and node.sum_over is None and nodes[done].sum_over is None
         if joins and "recipe" not in extras:
             both = operation.reference_with(x, nodes[done].operation)
             if both is not None:
