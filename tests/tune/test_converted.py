@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -196,14 +197,16 @@ def test_each_channel_of_a_chain_has_its_own_shape():
     assert report.rows
 
 
-def test_a_size_that_was_not_captured_is_not_measured_and_reported():
+def test_a_size_that_was_not_captured_is_not_measured_and_reported(monkeypatch: pytest.MonkeyPatch):
     model, conversion = converted()
-    for tokens in (8, 16):
-        model(torch.randn(tokens, 4))
-    report = sf.tune(model)
-    assert ({row.mode for row in report.rows}, report.skipped) == ({"train"}, ())
-    model(torch.randn(1000, 4))
-    assert len(conversion.graphs) == 2, "a graph for all sizes after the first"
+    model(torch.randn(16, 4))
+    assert (len(sf.tune(model).rows) > 0, sf.tune(model).skipped) == (True, ())
+    (region,) = conversion.graphs[0].regions
+    plan = region.plan
+    assert plan is not None
+    # As after a call of a graph for all sizes; when Dynamo captures one depends on the calls of all models before.
+    later = dataclasses.replace(plan, env=dataclasses.replace(plan.env, rows=1024))
+    monkeypatch.setattr(type(region), "plan", later)
     report = sf.tune(model)
     assert report.rows
     (reason,) = report.skipped
