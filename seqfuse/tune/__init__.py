@@ -10,14 +10,13 @@ import time
 import warnings
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from .. import cost_table
-from ..convert.region import CapturedRegion
 from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError, StateError
 from ..run import Sequential
@@ -26,6 +25,9 @@ from ..traffic import unfused
 from .chains import captured_in, sites_of
 from .shadow import MODES, CalledRegion, Candidate, Shadow, Site, called_regions, passes, real_parameters, why_not_now
 from .timing import SECONDS, TRIES, Unmeasurable, doubt, is_passing, time_passes
+
+if TYPE_CHECKING:
+    from ..convert.region import CapturedRegion
 
 __all__ = ["Row", "TuneReport", "tune"]
 

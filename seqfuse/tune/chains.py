@@ -4,18 +4,21 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Container, Generator, Iterable, Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from ..casts import autocasting
-from ..convert.region import CapturedRegion
 from ..env import Env
 from ..errors import one_line
 from ..fake import faking
 from ..plan import Plan
 from .shadow import Shadow, Site
 from .timing import scratch_like
+
+if TYPE_CHECKING:
+    from ..convert.region import CapturedRegion
 
 
 class ChainShadow(Shadow):
