@@ -533,6 +533,12 @@ def test_a_dropout_is_tried_in_its_mode():
     assert peaks == [17 * x.nbytes, 10 * x.nbytes, 17 * x.nbytes]
 
 
+def test_a_step_is_tried_for_the_gradients_that_it_needs():
+    model, x = sf.Sequential(ops.Linear(96, 96), ops.GeLU(), ops.Linear(96, 96)), torch.randn(256, 96).requires_grad_()
+    peaks = [model.requires_grad_(trained).plan(x).memory.peak for trained in (True, False, True)]
+    assert peaks == [5 * x.nbytes, 4 * x.nbytes, 5 * x.nbytes]
+
+
 class Keeping(Doubles):
     """y = 2 x, which saves a copy of x if an attribute says so that the plan's text does not show."""
 

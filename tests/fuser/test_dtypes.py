@@ -386,6 +386,23 @@ def test_a_fusion_gives_the_dtype_that_it_is_told():
     assert told == [None, HALF, None, HALF]
 
 
+def test_a_fusion_that_passed_its_check_is_checked_again_under_autocast():
+    class Norm(sf.ForwardFusion):
+        norm: ops.LayerNorm
+
+        def saves(self, env: sf.Env) -> sf.Savings:
+            return sf.Savings(launches=1)
+
+        def fwd(self, x: Tensor, *, dtype: torch.dtype | None) -> Any:
+            y, record = self.norm.fwd(x)
+            return y, {"norm": record}
+
+    model, x = sf.Sequential(ops.LayerNorm(8), ops.Linear(8, 4), fusions=Norm), draw(3, 8, dtype=torch.float32)
+    model(x.requires_grad_())
+    with torch.autocast("cpu", HALF), pytest.raises(sf.PluginError, match=r"its output should be bfloat16\[3, 8\]"):
+        model(x)
+
+
 def test_a_fusion_written_without_autocast_in_mind_may_keep_the_parameter_itself():
     class LinearGeLU(sf.ForwardFusion):
         linear: ops.Linear

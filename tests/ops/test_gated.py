@@ -119,10 +119,10 @@ def test_token_scale_keeps_its_contract(shape: tuple[int, ...]):
 
 def test_token_scale_keeps_dtypes_apart():
     x, by = seeded_randn((5, 6), 0, dtype=torch.bfloat16).requires_grad_(), seeded_randn((5,), 1).requires_grad_()
-    y = sf.Sequential(ops.TokenScale("by"))(x, by=by)
-    y.sum().backward()
+    y, dy = sf.Sequential(ops.TokenScale("by"))(x, by=by), seeded_randn((5, 6), 2, dtype=torch.bfloat16)
+    y.backward(dy)
     assert (y.dtype, x.grad.dtype, by.grad.dtype) == (torch.bfloat16, torch.bfloat16, torch.float32)
-    torch.testing.assert_close(by.grad, x.detach().float().sum(-1))
+    torch.testing.assert_close(by.grad, (dy.float() * x.detach().float()).sum(-1))
 
 
 def test_l2norm_makes_rows_of_length_one():

@@ -134,6 +134,7 @@ def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
             across[1]["bias_last"] = bias_last
         model = sf.Sequential(
             ops.LayerNorm(6), ops.Linear(6, 8, **across[0]), ops.Tanh(), ops.Linear(8, 6, **across[1]), ops.RMSNorm(6),
+            ops.Linear(6, 6),
         ).double()  # fmt: skip
         if group is None:
             randomize(model)
@@ -144,6 +145,8 @@ def a_list_by_hand_sums_gradients_where_rows_are_shares() -> None:
     for enabled, bias_last in itertools.product((True, False), repeat=2):
         with sf.fusing(enabled):
             assert_same(listed(dist.group.WORLD, bias_last), listed(), draw(4, 6), dim=0)
+    with torch.autograd.forward_ad.dual_level():  # the references run
+        assert_same(listed(dist.group.WORLD), listed(), draw(4, 6), dim=0)
 
 
 def every_pair_of_covers_agrees() -> None:
