@@ -134,6 +134,17 @@ def test_numbers_that_are_not_finite(value: float) -> None:
         torch.testing.assert_close(got, wanted.float(), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+def test_a_hidden_value_that_is_not_finite_spoils_no_gradient_of_a_query(value: float) -> None:
+    (q, k, v), dy = drawn("causal", 0)
+    v[0, 0, 20, 3] = value
+    (y, lse), out = _forward(q, k, v, causal=True), tuple(map(torch.empty_like, (q, k, v)))
+    _backward(dy, q, k, v, y, lse, out, causal=True)
+    finite = out[0].isfinite().all(-1)
+    assert finite[:, :, :20].all()
+    assert not finite[0, 0, 20:].any()
+
+
 SHAPES = {"heads": (4, 4, None), "shared heads": (4, 2, None), "soft-cap": (4, 4, 5.0)}
 
 
