@@ -367,6 +367,7 @@ def _has_numbers(part: Part) -> bool:
 
 
 _chains: dict[Any, Chain] = {}
+_MOST = 1024  # chains in this cache: numbers in them, such as a factor, may change in each step of a training
 
 
 def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = ()) -> Callable[..., tuple[Any, ...]]:
@@ -388,11 +389,13 @@ def quantized_chain(chain: Chain, to: Quantize, dtypes: Sequence[torch.dtype] = 
 
 
 def chain_of(steps: Steps) -> Chain:
-    """The chain of these steps, created once; it keeps their functions alive."""
+    """The chain of these steps, created once; it keeps alive the functions whose `id` is in its key."""
     key = tuple([(name, *map(_identity, of)) for name, *of in steps])
     found = _chains.get(key)
     if found is None:
         chains = kernels_of("chains")
+        if len(_chains) >= _MOST:
+            _chains.clear()
         found = _chains[key] = chains.Chain(*(getattr(chains, name)(*of) for name, *of in steps))
     return found
 

@@ -176,7 +176,7 @@ AGAIN = frozenset({("emit", "dact"), *itertools.permutations(("emit_gated", "dot
 _PLAIN = {"bias": bias, "add": add, "store": store, "sum": column_sum, "token_scale": token_scale}
 
 
-@functools.cache
+@functools.lru_cache(1024)  # texts contain numbers, which may change in each step of a training
 def parse(text: str) -> Chain:
     """The chain with this `text`.
 

@@ -11,7 +11,7 @@ import torch
 
 import seqfuse as sf
 from seqfuse import compiler, fusions, ops
-from seqfuse.fusions import NormForward, feedforward
+from seqfuse.fusions import NormForward, chain, feedforward
 from seqfuse.hardware import C_NORM_WORTHWHILE
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, check_fusion, seeded_randn
 
@@ -105,6 +105,20 @@ def test_a_bias_has_its_gradient_where_weight_and_input_need_none(monkeypatch: p
     model(seeded_randn((128, 64), 0)).backward(dy)
     assert set(ran) == {frozenset({"norm.bias"})}
     torch.testing.assert_close(model[0].bias.grad, dy.sum(0))
+
+
+def test_chains_of_factors_that_change_are_not_all_kept(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(chain, "_MOST", 4)
+    monkeypatch.setattr(chain, "_chains", {})
+    model, x = sf.Sequential(ops.GeLU(), ops.Scale(1.0), ops.Tanh()), seeded_randn((5, 8), 0).requires_grad_()
+    for factor in range(1, 7):
+        model[1].factor = factor / 2
+        with sf.fusing(only=["PointwiseChainJoint"], unmeasured=True):
+            y = model(x)
+            (dx,) = torch.autograd.grad(y.sum(), x)
+        expected = (torch.nn.functional.gelu(x) * (factor / 2)).tanh()
+        torch.testing.assert_close((y, dx), (expected, *torch.autograd.grad(expected.sum(), x)))
+    assert 0 < len(chain._chains) <= 4
 
 
 def test_parameters_that_no_kernel_reads_are_refused():
