@@ -455,6 +455,16 @@ def test_a_nan_spoils_the_gradients_that_it_spoils_in_the_reference(how: dict[st
         assert_bitwise_equal(mine.grad.isnan(), wanted.grad.isnan())
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64], ids=str)  # float64 runs in blocks
+def test_an_infinite_score_spoils_the_weight_of_its_own_key_alone(dtype: torch.dtype):
+    x = packed((20,), 2, 2, 4).to(dtype)
+    x[3, 0], x[:, 8], x[5, 8] = torch.inf, -1, 1  # an element of a query of head 0, and of all keys
+    x.requires_grad_()
+    sf.Sequential(ops.Attention(2, window=5))(x).backward(seeded_randn((20, 8), 3).to(dtype))
+    assert x.grad is not None
+    assert (~x.grad[:, 16:].isfinite()).any(-1).nonzero().tolist() == [[5]]  # of values
+
+
 def test_a_trace_of_a_step_keeps_its_draws() -> None:
     """A mask is a function of a seed that is drawn in the graph, as in eager: a tracer does not see C kernels."""
     model = sf.Sequential(ops.Attention(2, dropout=0.5), ops.Dropout(0.5))
