@@ -285,8 +285,25 @@ def test_scales_are_updated_by_hand_and_by_the_optimizer_that_owns_the_weight():
     biased(seeded_randn((4, 32), 0)).sum().backward()
     optimizer.step()
     assert biased[1].get_buffer("x_scale") > 1
+    grouped = two()
+    matrices, vectors = ([p for p in grouped.parameters() if (p.ndim > 1) is matrix] for matrix in (True, False))
+    optimizer = torch.optim.AdamW([{"params": vectors, "weight_decay": 0.0}, {"params": matrices}])
+    grouped(seeded_randn((4, 32), 0)).sum().backward()
+    optimizer.step()
+    assert grouped[1].get_buffer("x_scale") > 1
     with pytest.raises(sf.InputError, match="no operation of the model keeps scales"):
         sf.update_scales(two(None))
+
+
+def test_each_part_of_a_merged_linear_has_scales_for_the_format_of_its_role():
+    model, x, dy = two(), seeded_randn((4, 32), 0), seeded_randn((4, 48), 1)
+    model(x).backward(dy)
+    sf.update_scales(model)
+    for i, own in enumerate(dy.split((32, 16), 1)):
+        largest = torch.tensor([448.0, 57344.0])
+        most = torch.stack([model[3].weights()[i].abs().max(), own.abs().max()])
+        found = torch.stack([model[3].get_buffer(f"{role}_{i}_scale") for role in ("weight", "dy")])
+        assert torch.equal(found, largest / most)
 
 
 def test_a_module_that_is_appended_gets_its_scales_in_its_first_call():

@@ -110,7 +110,7 @@ def test_merged_linear_quantizes_x_once_and_each_weight_by_itself(recipe: Recipe
     parts = (48, 16, 32)
     op: Any = ops.MergedLinear(64, parts, bias, dtype=dtype)
     for i, weight in enumerate(op.weights()):
-        weight.data = draw(parts[i], 64, seed=i, dtype=dtype, factor=10.0**-i)
+        weight.data.copy_(draw(parts[i], 64, seed=i, dtype=dtype, factor=10.0**-i))
     model = sf.Sequential(op, recipe=recipe)
     x = draw(9, 64, seed=5, dtype=dtype).requires_grad_()
     dy = draw(9, 96, seed=6, dtype=dtype)
