@@ -433,6 +433,12 @@ def test_each_of_several_regions_says_that_a_budget_does_not_fit_it():
     assert found[0].at == 0 < found[1].at
 
 
+def test_each_region_has_the_share_of_its_operations_in_a_budget():
+    model = sf.Sequential(ops.Linear(16, 16), nn.Identity(), *(ops.Linear(16, 16) for _ in range(3)), memory=256)
+    found = [r.reason for r in model.plan(tensor(64, 16)).refused if r.fusion == "memory=Budget(256)"]
+    assert [re.findall(r"and ([\d,]+) are allowed here", reason) for reason in found] == [["64"], ["192"]]
+
+
 def test_modules_in_between_divide_a_budget():
     model = sf.Sequential(*block()[:1], nn.Identity(), *block()[:1])
     x = tensor(64, 16)

@@ -143,7 +143,7 @@ class DoubledOfTorch(nn.Sequential):
 
 
 def test_a_slice_of_a_subclass_is_of_that_class_as_in_torch_and_a_sum_or_product_is_not() -> None:
-    mine = randomized(Doubled(ops.Linear(5, 5), ops.ReLU(), ops.Tanh(), fusions=PAIR))
+    mine = randomized(Doubled(ops.Linear(5, 5), ops.ReLU(), ops.Tanh(), fusions=PAIR, memory="lean"))
     its = DoubledOfTorch(nn.Linear(5, 5), nn.ReLU(), nn.Tanh())
     its.load_state_dict(mine.state_dict())
     assert type(its[:2]) is DoubledOfTorch
@@ -153,7 +153,7 @@ def test_a_slice_of_a_subclass_is_of_that_class_as_in_torch_and_a_sum_or_product
     for a, b in ((mine[:2], its[:2]), (mine + mine, its + its), (mine * 2, its * 2)):
         assert (type(a) is Doubled) == (type(b) is DoubledOfTorch)
         assert isinstance(a, sf.Sequential)
-        assert a.fusions == PAIR
+        assert (a.fusions, a.memory) == (PAIR, "lean")
         same_structure(a, b)
     cut = ops.Residual(ops.Tanh(), ops.ReLU())[:1]
     assert type(cut) is ops.Residual

@@ -141,8 +141,9 @@ def test_autocast_keeps_the_dtype_of_the_residual(other: torch.dtype):
 
 
 @pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
-def test_another_shape_is_the_error_of_the_add():
-    model = sf.Sequential(ops.Linear(6, 8), ops.Add("other"))
+@pytest.mark.parametrize("memory", ["fast", "lean"])  # by torch's calls, and fused
+def test_another_shape_is_the_error_of_the_add(memory: Any):
+    model = sf.Sequential(ops.Linear(6, 8), ops.Add("other"), memory=memory)
     with pytest.raises(sf.InputError, match="adds tensors of one shape"):
         model(seeded_randn((5, 6), 0), other=torch.ones(8))
 
