@@ -207,7 +207,28 @@ def is_fixed(*sizes: Any) -> bool:
 def is_same(node: Any) -> Node | None:
     """The argument that a call returns unchanged: a cast to its own dtype, a view of its own shape, an inactive
     dropout.
+
+    A view or copy that the graph returns is not its source: its gradient may be requested, so its readers must read it.
     """
+    source = _unchanged_argument(node)
+    return None if source is not None and _is_returned_anew(node, source) else source
+
+
+def _is_returned_anew(node: Node, source: Node) -> bool:
+    """Whether a graph returns a call's result, with a gradient, that is a view or copy of its source; but not of keys
+    that are put into an empty cache.
+    """
+    e, w = example(node), example(source)
+    if e is None or w is None or not e.requires_grad or not any(user.op == "output" for user in node.users):
+        return False
+    name = spelled(node) or ""
+    itself = (
+        name in ("dropout", "cat") or name in CASTS or (name == "contiguous" and same_shape(e.stride(), w.stride()))
+    )
+    return not itself
+
+
+def _unchanged_argument(node: Any) -> Node | None:
     name = spelled(node)
     if name == "dropout":
         on = argument(node, 2, "training", node.kwargs.get("train", True))  # `torch.dropout` calls it `train`

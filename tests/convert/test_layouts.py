@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+import seqfuse as sf
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
@@ -114,3 +115,40 @@ def test_a_view_of_a_view_that_is_returned_is_no_input(again: Callable[[Tensor],
 
     replayed = assert_same_recorded(Layers(spelling).double(), X)
     assert replayed(X)[0] is not X
+
+
+@pytest.mark.parametrize(
+    "again",
+    [
+        lambda h: h.view(h.shape), lambda h: h.reshape(h.shape), lambda h: h.expand(h.shape), lambda h: h[:],
+        lambda h: h.clone(),
+    ],
+)  # fmt: skip
+def test_a_view_or_copy_that_is_returned_and_read_has_a_gradient(again: Callable[[Tensor], Tensor]):
+    def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+        r = again(m.a(x) + x)
+        return r, m.b(F.gelu(m.c(r))) + r
+
+    def gradient(model: Any) -> Tensor:
+        r, y = model(X)
+        return torch.autograd.grad(y.square().sum(), r)[0]
+
+    model = Layers(spelling).double()
+    torch.testing.assert_close(gradient(assert_same_recorded(model, X)), gradient(model))
+
+
+@pytest.mark.parametrize("again", [Tensor.contiguous, lambda h: F.dropout(h, 0.5, False), Tensor.float])
+def test_a_result_that_is_returned_under_another_name_has_a_whole_gradient(again: Callable[[Tensor], Tensor]):
+    def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = m.a(x) + x
+        return again(h), m.b(F.layer_norm(h, (8,))) + h
+
+    def gradient(model: Any) -> Tensor:
+        r, y = model(X.float())
+        return torch.autograd.grad(y.square().sum(), r)[0]
+
+    model = Layers(spelling)
+    wanted = gradient(model)
+    with sf.fusing(unmeasured=True):
+        sf.convert(model)
+        torch.testing.assert_close(gradient(model), wanted)
