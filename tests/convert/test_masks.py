@@ -18,6 +18,7 @@ from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 from .comparing import assert_same, assert_same_recorded, recorded
 from .masks import NEARLY, SPELLINGS, Mask, between, changed, of_huggingface, ones, seen
+from .spellings import Layers, heads, joined, operations
 
 S = F.scaled_dot_product_attention
 
@@ -207,6 +208,14 @@ def test_a_window_stays_a_mask_on_a_cpu_where_a_kernel_of_torch_runs_with_it(dev
     (found,) = [op for op in graph.regions[0].model if isinstance(op, ops.Attention)]
     assert found.causal
     assert (found.window, found.mask is None) == ((None, False) if device == "cpu" else (3, True))
+
+
+def test_a_triangle_of_more_keys_than_rows_stays_a_mask():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        q, k, v = heads(m.a(x[:, :3])), heads(m.b(x)), heads(m.c(x))
+        return joined(S(q, k, v, attn_mask=torch.ones(3, x.shape[1]).tril().bool()))
+
+    assert "CrossAttention" in operations(assert_same_recorded(Layers(spelling).double(), X))
 
 
 def test_a_window_as_wide_as_the_sequence_is_none():

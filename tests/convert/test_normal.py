@@ -271,6 +271,13 @@ def test_a_product_is_the_operation_that_it_is(name: str):
     assert not [left for graph in replayed.graphs for left in graph.left if "einsum" in left.call]
 
 
+def equal_with_and_without_gradients(m: Layers, x: Tensor) -> Tensor:
+    h = m.a(x)
+    with torch.no_grad():
+        size = h.mean(-1, keepdim=True)
+    return h * size + h.mean(-1, keepdim=True)
+
+
 NEARLY: dict[str, Spelling] = {
     "an einsum of a diagonal": lambda m, x: torch.einsum("bss,oh->bsoh", x[:, :, :4], m.b.weight).sum(-1),
     "an einsum with sizes of one on both sides": lambda m, x: torch.einsum(
@@ -289,6 +296,7 @@ NEARLY: dict[str, Spelling] = {
     "dropout in place of what is read again": lambda m, x: (lambda h: F.dropout(h, 1.0, inplace=True) + h)(m.a(x)),
     "relu in place of a view": lambda m, x: (lambda h: F.relu(h.mT, inplace=True).mT * h)(m.a(x)),
     "a clone that is changed": lambda m, x: (lambda h: h.clone().mul_(2) + h.clone())(m.a(x)),
+    "equal calls with and without gradients": equal_with_and_without_gradients,
     "equal calls of what changes": lambda m, x: (lambda h: (h * 2) + h.add_(1) * 2 + h * 2)(m.a(x)),
 }  # fmt: skip
 

@@ -222,6 +222,17 @@ def test_modules_that_no_graph_has_are_left_with_the_line_at_which_dynamo_left_t
     )
 
 
+def test_modules_of_an_earlier_graph_are_left_once_dynamo_leaves_their_code():
+    model = Around()
+    shifts, model.inner.shifts = model.inner.shifts, set()
+    conversion = sf.convert(model)
+    model(X.float())
+    assert conversion.left == ()
+    model.inner.shifts = shifts
+    model(X.float())
+    assert {left.module for left in conversion.left} == {"inner.fc", "inner.norm"}
+
+
 class Deep(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -582,6 +593,10 @@ def test_the_kernels_that_a_chain_launches_are_those_of_a_call():
     assert region.launched == (forward.count, backward.count)
     said = f"\n      kernel launches, forward + backward: {forward.count} + {backward.count}; eager torch "
     assert said in conversion.report(launches=True)
+    with sf.fusing(unmeasured=True):
+        model(x)
+    assert region.launched is not None
+    assert sum(region.launched) < forward.count + backward.count
 
 
 def test_modules_of_calls_that_are_left_for_one_reason_are_named_three_at_most():

@@ -216,6 +216,13 @@ def test_what_runs_by_itself_on_a_share_of_the_rows_must_know_it(group: Any) -> 
     assert model.plan().eager[0].name == "LayerNorm"
 
 
+def test_norms_of_a_stack_run_by_themselves_on_a_share_of_the_rows(group: Any) -> None:
+    stack = nn.TransformerStack(1, 16, 4, group=group, sequence_dim=-2)
+    for norm in (stack.norm, stack[0].attention.norm, stack[0].feedforward.norm):
+        norm.register_forward_hook(lambda *_: None)
+    assert [eager.name for eager in stack.plan().eager] == ["LayerNorm"] * 3
+
+
 def test_what_runs_by_itself_and_contains_a_dropout_is_refused_where_masks_differ(group: Any) -> None:
     inner = sf.Sequential(ops.GeLU(), ops.Dropout(0.5))
     model = sf.Sequential(ops.CopyToTensorParallel(group), inner, ops.AllReduce(group))
@@ -259,3 +266,11 @@ def test_the_processes_of_every_group_are_compared(group: Any, monkeypatch: pyte
     groups = [Group(group), Group(dist.new_group(range(SIZE)))]
     sf.Sequential(*(op(own) for own in groups for op in (ops.CopyToTensorParallel, ops.AllReduce)))(torch.ones(2, 4))
     assert seen == [own.name for own in groups]
+
+
+def test_dtensors_are_of_the_group_that_shards_them(group: Any) -> None:
+    groups = [group, dist.new_group(range(SIZE))]
+    model = sf.Sequential(*(ops.Linear(8, 8, bias=False, parallel="column", group=own) for own in groups))
+    found: Any = parallel.dtensors(model)
+    of = [found[f"{i}.weight"].device_mesh.get_group().group_name for i in range(2)]
+    assert of == [own.group_name for own in groups]
