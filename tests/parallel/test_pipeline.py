@@ -241,6 +241,20 @@ def public_channels_go_with_the_chain() -> None:
         same_gradients(staged, alone, use)
 
 
+def a_loss_of_an_output_that_needs_no_other_rank_reaches_all() -> None:
+    alone = sf.Sequential(ops.Linear(4, 6), ops.Fork("kept"), Detach(), ops.Linear(6, 3)).to(kit.DTYPE)
+    staged = staged_of(alone, ("1",))
+    for model in (staged, alone):
+        y, _ = model(batch(0)[0])
+        y.sum().backward()
+    expected = dict(alone.named_parameters())
+    for name, p in own(staged).items():
+        if name.startswith("0"):
+            assert p.grad is None or not p.grad.any()
+        else:
+            assert torch.equal(p.grad, expected[name].grad)
+
+
 def several_forwards_before_one_backward() -> None:
     alone = model_of()
     staged = staged_of(alone)
@@ -485,6 +499,7 @@ def what_is_no_tensor_of_the_last_stage_is_refused_on_every_rank() -> None:
 TWO = [
     a_parameter_on_two_ranks_is_refused, a_cache_of_keys_is_refused_on_every_rank,
     what_is_no_tensor_of_the_last_stage_is_refused_on_every_rank,
+    a_loss_of_an_output_that_needs_no_other_rank_reaches_all,
 ]  # fmt: skip
 _OF_ONE_DTYPE = (
     stages_of_other_ranks_hold_and_launch_nothing, under_autocast, a_parameter_on_two_ranks_is_refused,
