@@ -85,9 +85,9 @@ class Case:
                 if found is not None:
                     yield found
 
-    def of(self, memory: Any) -> tuple[int, int]:
+    def of(self, memory: Any, tokens: int | None = None) -> tuple[int, int]:
         states = [*graph(0, self.n, self.candidates, self.live, self.kept)]
-        path = chosen_for(memory, states, ENV)
+        path = chosen_for(memory, states, ENV, tokens)
         ahead, back = passes_of(path, self.live)
         used = [*{id(c): c for c in (*ahead, *back)}.values()]
         assert {id(c) for c in ahead} == {id(c) for c in used if self.passes(c)[0]}
@@ -106,9 +106,10 @@ def test_each_choice_is_the_best_of_all_pairs_of_schedules(seed: int):
     ahead, back = passes_of(cheapest(0, case.n, case.candidates, case.live), case.live)
     assert sum(c.cost for c in {id(c): c for c in (*ahead, *back)}.values()) == time
     assert case.of("lean") == min((t, m) for t, m in every if m == least)
-    rate = ENV.microseconds(sf.Savings(bytes=BALANCED)) * 1000
-    t, m = case.of("balanced")
-    assert t + rate * m == pytest.approx(min(t + rate * m for t, m in every))
+    for tokens in (ENV.tokens, ENV.tokens // 16):  # bytes are those of so many tokens, times those of all in ENV
+        rate = ENV.microseconds(sf.Savings(bytes=BALANCED * ENV.tokens / tokens)) * 1000
+        t, m = case.of("balanced", tokens)
+        assert t + rate * m == pytest.approx(min(t + rate * m for t, m in every))
 
 
 def block(width: int = 16) -> sf.Sequential:

@@ -216,6 +216,14 @@ def test_an_extra_input_that_wants_no_gradient_gets_none_computed() -> None:
             assert r.grad is not None
 
 
+def test_a_field_of_a_base_class_is_saved_for_the_same_gradients() -> None:
+    class Longer(ops.Linear.Saved):
+        more: float
+
+    assert Longer.kept(frozenset({"x"})) == ("weight", "more")
+    assert Longer.kept(frozenset({"weight"})) == ("x", "more")
+
+
 class Mix(sf.UnfusedOperation):
     """y = x + 3 r; notes which gradients its backward must compute."""
 
