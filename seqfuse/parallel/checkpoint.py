@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 from torch import Tensor, nn
@@ -12,7 +12,11 @@ from ..group import ParameterShard
 
 
 def unshard(model: nn.Module) -> dict[str, Tensor]:
-    """The full state dictionary, the same in every process; collective, so all processes must call it."""
+    """The full state dictionary, the same in every process; collective, so all processes must call it.
+
+    Raises:
+        InputError: (SF106) for a sharded parameter that a parametrization has replaced since.
+    """
     shards = shards_in(model)
     state = {name: _full(value) for name, value in model.state_dict().items()}
     return {name: shards[name].whole(value) if name in shards else value for name, value in state.items()}
@@ -26,7 +30,7 @@ def shard(model: nn.Module, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         state: full tensors by name, or DTensors, which all processes must then have.
 
     Raises:
-        InputError: (SF101) for a tensor with another shape than the full one.
+        InputError: (SF101) for a tensor with another shape than the full one; (SF106) as in `unshard`.
     """
     shards = shards_in(model)
     own: dict[str, Tensor] = {}
@@ -47,6 +51,9 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
     Each is a contiguous shard of the full tensor, independent of the shards used for computing, so that any number of
     processes can load the checkpoint. After `dcp.load`, which fills them in place, call
     `model.load_state_dict(shard(model, state))`.
+
+    Raises:
+        InputError: (SF106) as in `unshard`.
     """
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
@@ -70,9 +77,22 @@ def dtensors(model: nn.Module) -> dict[str, Tensor]:
 
 def shards_in(model: nn.Module) -> dict[str, ParameterShard]:
     """How the sharded parameters of a model are sharded, by all their names."""
-    modules = cast(Iterable[tuple[str, Any]], model.named_modules(remove_duplicate=False))
-    held: list[tuple[str, Mapping[str, ParameterShard]]] = [(path, getattr(m, "shards", {})) for path, m in modules]
-    return {f"{path}.{name}".lstrip("."): shard for path, shards in held for name, shard in shards.items()}
+    return {f"{path}.{name}".lstrip("."): shard for path, _, name, shard in sharded_parameters(model)}
+
+
+def sharded_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, ParameterShard]]:
+    """The sharded parameters of a model, by all their names: path and module, name in it, and shard.
+
+    Raises:
+        InputError: (SF106) for a parameter that a parametrization has replaced since.
+    """
+    for path, module in cast(Iterable[tuple[str, Any]], model.named_modules(remove_duplicate=False)):
+        for name, shard in getattr(module, "shards", {}).items():
+            if name not in module._parameters:
+                message = f"its {name} is computed from other parameters, such as by a parametrization, not sharded"
+                hint = "remove the parametrization, or divide the model without it"
+                raise InputError(message, code="SF106", operation=type(module).__name__, path=path, hint=hint)
+            yield path, module, name, shard
 
 
 def _full(value: Any) -> Tensor:

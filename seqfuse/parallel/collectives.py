@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from ..errors import InputError
 from ..group import ParameterShard
 from ..run import Sequential
+from .checkpoint import sharded_parameters
 from .staged import StagedFuser
 
 
@@ -72,7 +73,8 @@ def clip_grad_norm_(
         The norm of all gradients before clipping, on every rank.
 
     Raises:
-        InputError: (SF106) for p <= 0, where absent gradients of other ranks would count.
+        InputError: (SF106) for p <= 0, where absent gradients of other ranks would count, and for a sharded parameter
+            that a parametrization has replaced since.
         StateError: (SF506, SF509) if a rank does not call it.
     """
     if not norm_type > 0:
@@ -84,8 +86,7 @@ def clip_grad_norm_(
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
     norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
     # By identity, since wrappers such as checkpoint_wrapper change names.
-    sharded = ((m, name, shard) for m in model.modules() for name, shard in getattr(m, "shards", {}).items())
-    shards: dict[int, ParameterShard] = {id(m._parameters[name]): shard for m, name, shard in sharded}  # pyright: ignore[reportPrivateUsage]
+    shards = {id(m._parameters[name]): shard for _, m, name, shard in sharded_parameters(model)}  # pyright: ignore[reportPrivateUsage]
     for index, parameter in enumerate(parameters):
         if parameter.grad is not None:
             norm = _norm(parameter.grad, norm_type)

@@ -274,3 +274,11 @@ def test_dtensors_are_of_the_group_that_shards_them(group: Any) -> None:
     found: Any = parallel.dtensors(model)
     of = [found[f"{i}.weight"].device_mesh.get_group().group_name for i in range(2)]
     assert of == [own.group_name for own in groups]
+
+
+@pytest.mark.parametrize("call", [parallel.unshard, parallel.dtensors, lambda m: parallel.clip_grad_norm_(m, 1.0)])
+def test_a_shard_that_a_parametrization_replaces_is_refused(call: Any, group: Any) -> None:
+    model = sf.Sequential(ops.Linear(8, 8, parallel="column", group=group))
+    torch.nn.utils.parametrizations.weight_norm(model[0])
+    with pytest.raises(sf.InputError, match=r"SF106.*Linear.*its weight is computed from other"):
+        call(model)
