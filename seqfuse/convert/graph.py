@@ -218,14 +218,11 @@ def _is_returned_anew(node: Node, source: Node) -> bool:
     """Whether a graph returns a call's result, with a gradient, that is a view or copy of its source; but not of keys
     that are put into an empty cache.
     """
-    e, w = example(node), example(source)
-    if e is None or w is None or not e.requires_grad or not any(user.op == "output" for user in node.users):
+    name, e, w = spelled(node) or "", example(node), example(source)
+    if e is None or w is None or name in ("dropout", "cat") or (name in CASTS and e.dtype is w.dtype):
         return False
-    name = spelled(node) or ""
-    itself = (
-        name in ("dropout", "cat") or name in CASTS or (name == "contiguous" and same_shape(e.stride(), w.stride()))
-    )
-    return not itself
+    itself = name == "contiguous" and same_shape(e.stride(), w.stride())
+    return not itself and e.requires_grad and any(user.op == "output" for user in node.users)
 
 
 def _unchanged_argument(node: Any) -> Node | None:
@@ -288,7 +285,7 @@ def _widened(node: Node) -> Node | None:
     if before is None or after is None or before.device != after.device or not same_shape(before.shape, after.shape):
         return None
     wider = before.is_floating_point() and torch.promote_types(before.dtype, after.dtype) is after.dtype
-    return source if wider else None
+    return source if wider and not _is_returned_anew(node, source) else None
 
 
 def _joined_alone(node: Node) -> Node | None:

@@ -137,6 +137,20 @@ def test_a_view_or_copy_that_is_returned_and_read_has_a_gradient(again: Callable
     torch.testing.assert_close(gradient(assert_same_recorded(model, X)), gradient(model))
 
 
+def test_a_wider_copy_that_is_returned_and_read_has_a_gradient():
+    def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+        r = m.a(x).double()
+        root = torch.rsqrt(r.square().mean(-1, keepdim=True) + 1e-6)
+        return r, m.b((r * root).to(x.dtype) * m.w)
+
+    def gradient(model: Any) -> Tensor:
+        r, y = model(X.float())
+        return torch.autograd.grad(y.square().sum(), r)[0]
+
+    model = Layers(spelling)
+    torch.testing.assert_close(gradient(assert_same_recorded(model, X.float(), 1e-5)), gradient(model))
+
+
 @pytest.mark.parametrize("again", [Tensor.contiguous, lambda h: F.dropout(h, 0.5, False), Tensor.float])
 def test_a_result_that_is_returned_under_another_name_has_a_whole_gradient(again: Callable[[Tensor], Tensor]):
     def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
