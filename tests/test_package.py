@@ -110,6 +110,7 @@ def test_import_is_light(imported: dict[str, list[str]]) -> None:
     }  # fmt: skip
     assert not foreign & heavy
     assert len(foreign) <= 20, sorted(foreign)
+    assert [name for name in imported["loaded"] if name.startswith("seqfuse.convert")] == ["seqfuse.convert"]
 
 
 def test_parts_that_not_everybody_needs_are_imported_when_asked_for(imported: dict[str, Any]) -> None:

@@ -280,4 +280,6 @@ def why_not_now(device: torch.device) -> str | None:
         return "the call is being traced or transformed"
     if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
         return "a CUDA graph is being captured"
-    return "global module hooks are registered" if global_hooks() else None
+    if global_hooks():
+        return "global module hooks are registered"
+    return None if fusing_now().enabled else fusing_now().off

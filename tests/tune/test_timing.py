@@ -154,9 +154,10 @@ def test_a_device_that_is_lost_while_times_are_taken_ends_it(monkeypatch: pytest
         timing.time_passes(lambda: (int, int), torch.device("cpu"))
 
 
-@pytest.mark.parametrize("what", ["compiling", "capturing", "global hooks", "vmap"])
+@pytest.mark.parametrize("what", ["compiling", "capturing", "global hooks", "vmap", "fusing off"])
 def test_where_nothing_can_be_timed_the_declared_costs_stay(what: str, monkeypatch: pytest.MonkeyPatch):
     model, x, handle = pair(Slow), X, None
+    fusing = sf.fusing(enabled=what != "fusing off")
     if what == "compiling":
         monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
     elif what == "capturing":
@@ -168,7 +169,7 @@ def test_where_nothing_can_be_timed_the_declared_costs_stay(what: str, monkeypat
     else:
         handle = nn.modules.module.register_module_forward_hook(lambda *args: None)
     try:
-        with pytest.warns(UserWarning, match="nothing was tuned: .*fusions keep the costs they declare"):
+        with fusing, pytest.warns(UserWarning, match="nothing was tuned: .*fusions keep the costs they declare"):
             report = sf.tune(model, x)
     finally:
         if handle is not None:
