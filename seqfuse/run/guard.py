@@ -172,7 +172,7 @@ def _tests(
         "tracing() is not None",
         "functorch() is not None",
         "forward_ad._current_level >= 0",
-        "fx._is_fx_tracing_flag",  # constant tensors may meet proxies as parameters
+        "fx.is_fx_symbolic_tracing()",  # constant tensors may meet proxies as parameters
     ]
     once = functools.cache(s.put)
     for name, t in (*parameters, *given):
