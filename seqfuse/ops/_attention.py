@@ -302,7 +302,7 @@ def attend(qkv: QKV, how: Scores, kernel: Kernel) -> tuple[Tensor, Tensor]:
     mask = None if how.mask is None else additive(how.mask, q.dtype)
     if how.cu_seqlens is None:
         y, lse = _flash_cpu(q, k, v, 0.0, how.causal, attn_mask=mask, scale=how.scale)
-        return y.transpose(1, 2), lse
+        return y.transpose(1, 2), lse.to(stats_dtype(q))  # torch 2.11 plans float32 for float64
     b, h, s, d = q.shape
     y = q.new_empty(b, s, h, d)
     lse = q.new_empty(b, h, s, dtype=stats_dtype(q))
