@@ -292,9 +292,11 @@ def clamped_silu(x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArg
 
 @triton.jit
 def clamped_silu_derivative(dy, x, P, HALF: tl.constexpr = False):  # pyright: ignore[reportArgumentType]
-    """The gradient: dx = dy (s + P[1] x s (1 - s)), s = sigmoid(P[1] x), where x <= P[0], else 0."""
+    """The gradient: dx = dy (s + P[1] x s (1 - s)), s = sigmoid(P[1] x), where x < P[0], or x = P[0] if P[2] is 1; else
+    0.
+    """
     s, slope = sigmoid_and_slope(P[1] * x, HALF)
-    return tl.where(x <= P[0], dy * (s + x * slope * P[1]), 0.0)
+    return tl.where((x < P[0]) | ((x == P[0]) & (P[2] > 0.0)), dy * (s + x * slope * P[1]), 0.0)
 
 
 @triton.jit
@@ -305,8 +307,9 @@ def clamp(x, P):
 
 @triton.jit
 def clamp_derivative(dy, x, P):
-    """The gradient: dx = dy where -P[0] <= x <= P[0], else 0."""
-    return tl.where((x >= -P[0]) & (x <= P[0]), dy, 0.0)
+    """The gradient: dx = dy where |x| < P[0], or |x| = P[0] if P[2] is 1; else 0."""
+    size = tl.abs(x)
+    return tl.where((size < P[0]) | ((size == P[0]) & (P[2] > 0.0)), dy, 0.0)
 
 
 @triton.jit
@@ -391,8 +394,8 @@ ACTIVATIONS = {
     "quickgelu": Activation(quickgelu, quickgelu_derivative),
     "gelu": Activation(gelu, gelu_derivative),
     "gelu_tanh": Activation(gelu_tanh, gelu_tanh_derivative),
-    "clamped_silu": Activation(clamped_silu, clamped_silu_derivative, P=(7.0, 1.702)),
-    "clamp": Activation(clamp, clamp_derivative, P=(7.0, 1.0)),
+    "clamped_silu": Activation(clamped_silu, clamped_silu_derivative, P=(7.0, 1.702, 1.0)),
+    "clamp": Activation(clamp, clamp_derivative, P=(7.0, 1.0, 1.0)),
 }
 """Our activations by name."""
 

@@ -23,6 +23,10 @@ tanh_backward: Callable[..., Tensor] = _aten.tanh_backward.default._op
 threshold_backward: Callable[..., Tensor] = _aten.threshold_backward.default._op
 
 
+CLAMP_PASSES = float(tuple(map(int, torch.__version__.split(".")[:2])) < (2, 14))
+"""1 if `torch.clamp` passes the gradient where x is the limit, else 0."""
+
+
 class DeviceFunction:
     """A class attribute that reads `value` or `derivative` of an entry of `kernels.activations.ACTIVATIONS`.
 
@@ -45,10 +49,14 @@ def device_functions(name: str | None = None) -> tuple[Any, Any]:
     return DeviceFunction("value", name), DeviceFunction("derivative", name)
 
 
+def _passes(x: Tensor, limit: float) -> Tensor:
+    return x <= limit if CLAMP_PASSES else x < limit
+
+
 class Clamp(sf.Pointwise):
     """y = min(max(x, -limit), limit) + offset; NaN stays NaN.
 
-    Backward: dx = dy where -limit <= x <= limit, else 0.
+    Backward: dx = dy where -limit < x < limit, else 0; at a limit as `torch.clamp`: dy before torch 2.14, 0 since.
 
     x, y: [*, H].  Saved: x.
     Source: `torch.clamp`; with an offset, the up half of GPT-OSS's gated unit.
@@ -71,15 +79,15 @@ class Clamp(sf.Pointwise):
         self.limit, self.offset = float(limit), float(offset)
 
     @property
-    def P(self) -> tuple[float, float]:
-        return self.limit, self.offset
+    def P(self) -> tuple[float, float, float]:
+        return self.limit, self.offset, CLAMP_PASSES
 
     def reference(self, x: Tensor) -> Tensor:
         real(x, "Clamp")
         return (sf.widened(x).clamp(-self.limit, self.limit) + self.offset).to(x.dtype)
 
     def bwd(self, dy: Tensor, saved: sf.Saved) -> tuple[Tensor, sf.Grads]:
-        return torch.where(sf.widened(saved.x).abs() <= self.limit, dy, 0.0), {}
+        return torch.where(_passes(sf.widened(saved.x).abs(), self.limit), dy, 0.0), {}
 
     @classmethod
     def example(cls, x: Tensor) -> Clamp:
@@ -89,7 +97,8 @@ class Clamp(sf.Pointwise):
 class ClampedSiLU(sf.Pointwise):
     """y = c sigmoid(alpha c), c = min(x, limit); NaN stays NaN.
 
-    Backward: with s = sigmoid(alpha x), dx = dy s (1 + alpha x (1 - s)) where x <= limit, else 0.
+    Backward: with s = sigmoid(alpha x), dx = dy s (1 + alpha x (1 - s)) where x < limit, else 0; at the limit as
+    `Clamp`.
 
     x, y: [*, H].  Saved: x.
     Source: OpenAI 2025, arXiv:2508.10925, and the model's reference code.
@@ -107,8 +116,8 @@ class ClampedSiLU(sf.Pointwise):
         self.limit, self.alpha = float(limit), float(alpha)
 
     @property
-    def P(self) -> tuple[float, float]:
-        return self.limit, self.alpha
+    def P(self) -> tuple[float, float, float]:
+        return self.limit, self.alpha, CLAMP_PASSES
 
     def reference(self, x: Tensor) -> Tensor:
         real(x, "ClampedSiLU")
@@ -119,7 +128,7 @@ class ClampedSiLU(sf.Pointwise):
         x = sf.widened(saved.x)
         s = torch.sigmoid(self.alpha * x)
         slope = torch.add(s, sigmoid_backward(x, s), alpha=self.alpha)
-        return torch.where(x <= self.limit, dy * slope, 0.0).to(saved.x.dtype), {}
+        return torch.where(_passes(x, self.limit), dy * slope, 0.0).to(saved.x.dtype), {}
 
     @classmethod
     def example(cls, x: Tensor) -> ClampedSiLU:

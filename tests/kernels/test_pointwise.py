@@ -35,8 +35,8 @@ from .laid import Tensors, apart
 SEED = torch.tensor(-6148914691236517205)
 P = 0.3
 GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu", "tanh"))
-CAPPED = ACTIVATIONS["clamped_silu"]._replace(P=(0.75, 1.25))
-CLAMP = ACTIVATIONS["clamp"]._replace(P=(1.5, 0.5))
+CAPPED = ACTIVATIONS["clamped_silu"]._replace(P=(0.75, 1.25, 0.0))
+CLAMP = ACTIVATIONS["clamp"]._replace(P=(1.5, 0.5, 0.0))
 
 
 def capped(x: Tensor) -> Tensor:

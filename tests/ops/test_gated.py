@@ -96,6 +96,20 @@ def test_a_limit_is_not_rounded_to_16_bits(dtype: torch.dtype):
             assert torch.equal(dx != 0, x.double() <= limit)
 
 
+@pytest.mark.parametrize("op", [ops.Clamp(0.75, 0.5), ops.ClampedSiLU(0.75)], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_the_gradient_at_a_limit_is_that_of_torch(op: sf.Pointwise, dtype: torch.dtype):
+    """Versions of torch differ. A chain with another operation runs in C where there is a compiler."""
+    x = torch.tensor([[-0.75, 0.75, 0.5, 0.8] * 8] * 4, dtype=dtype).requires_grad_()
+    y = x.clamp(-0.75, 0.75) if isinstance(op, ops.Clamp) else F.silu(1.702 * x.clamp(max=0.75)) / 1.702
+    dy = gradient(y, 5)
+    (expected,) = torch.autograd.grad(y, x, dy)
+    assert torch.equal(by_passes(op, x.detach(), {})["dx"] != 0, expected != 0)
+    with sf.fusing(unmeasured=True):
+        (found,) = torch.autograd.grad(sf.Sequential(op, ops.Scale(1.0))(x), x, dy)
+    assert torch.equal(found != 0, expected != 0)
+
+
 def test_columns_of_a_packing_in_turn_are_divided_as_they_are():
     """A process has whole pairs of gate and up, where halves must be sharded separately."""
     from seqfuse.parallel.tensor import _halves
