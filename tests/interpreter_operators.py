@@ -227,7 +227,8 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
         scope.set_attr(obj, name, called)
 
     builder, cast, alike = interpreter.interpreter_builder, semantic.cast, semantic.binary_op_type_checking_impl
-    casts, choose, load = dict[Any, Any](), semantic.where, semantic._load_legacy
+    loads = "_load_legacy" if hasattr(semantic, "_load_legacy") else "load"  # in Triton 3.9 they are one
+    casts, choose, load = dict[Any, Any](), semantic.where, getattr(semantic, loads)
 
     def quick_cast(self: Any, input: Any, dst_ty: Any, fp_downcast_rounding: Any = None) -> Any:
         source, target = input.dtype.name, dst_ty.scalar.name
@@ -268,7 +269,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
             return choose(self, condition, x, y)
         return made(np.where(condition.handle.data, x.handle.data, y.handle.data), x.type)
 
-    def load_legacy(self: Any, ptr: Any, mask: Any, other: Any, *given: Any) -> Any:
+    def load_blocks(self: Any, ptr: Any, mask: Any, other: Any, *given: Any) -> Any:
         if other is not None and ptr.type.__class__ is block_type and other.type.__class__ is not block_type:
             kind = ptr.dtype.element_ty  # one number is cast, not a block of it
             other = other if kind.name == "int1" else quick_cast(self, other, kind)
@@ -294,7 +295,7 @@ def _replacements(interpreter: Any) -> Iterator[tuple[Any, str, Any]]:
     yield interpreter, "_patch_attr", patch_attr
     yield semantic, "cast", quick_cast
     yield semantic, "where", where
-    yield semantic, "_load_legacy", load_legacy
+    yield semantic, loads, load_blocks
     yield block_type, "with_element_ty", with_element_ty
     yield semantic, "binary_op_type_checking_impl", binary_op_type_checking_impl
     yield semantic, "broadcast_impl_value", broadcast_impl_value

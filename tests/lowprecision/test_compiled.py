@@ -54,8 +54,8 @@ def test_quotients_are_rounded_once_and_tiles_are_transposed_in_16_bits(target: 
         assert "div.full" not in quantizing, variant.name
         assert ".ftz" not in quantizing, variant.name
         assert "div.rn.f32" in quantizing or scaling == "1x32"
-        # On sm_89 through float16, which would round twice if values were not rounded to 8 bits before.
-        kind = "f16x2" if target == "sm_89" else "f32"
+        # On sm_89 Triton before 3.9 goes through float16, and would round twice if values were not rounded before.
+        kind = "(f16x2|f32)" if target == "sm_89" else "f32"
         assert re.search(rf"cvt\.rn\.satfinite\.e[45]m[32]x2\.{kind}", asm["ptx"]), variant.name
         assert variant.constexprs["ROUNDED"] == (target == "sm_89")
         transposed = re.findall(r"tt\.trans .*: tensor<((?:\d+x)+)(\w+),", asm["ttgir"])
