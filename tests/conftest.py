@@ -21,6 +21,9 @@ os.environ.setdefault("SEQFUSE_CPU_GEMMS", "torch")
 # Kernels that tests compile, wrong ones among them, do not belong in the user's cache.
 os.environ["XDG_CACHE_HOME"] = str(Path(__file__).resolve().parent.parent / ".pytest_cache" / "user")
 
+if sys.version_info[:3] == (3, 13, 0):  # torch warns of slow guards wherever a program's output is compared
+    os.environ["PYTHONWARNINGS"] = "ignore::RuntimeWarning:torch._dynamo.guards"
+
 import hypothesis
 import pytest
 import torch

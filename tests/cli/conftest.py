@@ -186,6 +186,10 @@ MODELS = """
         return sf.Sequential(ops.LayerNorm(16), Broken())
 
 
+    def of_torch():
+        return nn.Sequential(nn.LayerNorm(16), Broken())
+
+
     def on_meta():
         return build().to("meta")
 

@@ -59,7 +59,7 @@ WRONG = {
     ("plan", "M:raising"): "raised ValueError: one line and another",
     ("check", "M:broken", "--input", "4x16"): "the model raised RuntimeError: no luck\n",
     ("compare", "M:broken", "--input", "4x16"): "the model raised RuntimeError: no luck\n",
-    ("convert", "M:broken", "--input", "4x16"): "M:broken called on 4x16:float32 raised RuntimeError: no luck\n",
+    ("convert", "M:of_torch", "--input", "4x16"): "M:of_torch called on 4x16:float32 raised RuntimeError: no luck\n",
     (
         "convert",
         "M:build",
