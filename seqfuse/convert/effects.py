@@ -15,7 +15,7 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, GraphModule, Node
 
-from .graph import HIDDEN, argument, example, is_plain, is_same, spelled, unchanged, value_of
+from .graph import HIDDEN, VIEWS, argument, example, is_plain, is_same, name_of, spelled, unchanged, value_of
 
 _IN_PLACE = {
     "iadd", "isub", "imul", "itruediv", "ifloordiv", "imod", "ipow", "imatmul", "iand", "ior", "ixor", "ilshift",
@@ -146,8 +146,17 @@ _FRESH = {
     "linear", "matmul", "bmm", "baddbmm", "addmm", "einsum", "scaled_dot_product_attention", "conv1d", "conv2d", "add",
     "sub", "mul", "truediv", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "where", "masked_fill", "gelu", "relu",
     "silu", "tanh", "sigmoid", "softmax", "log_softmax", "layer_norm", "rms_norm", "group_norm", "batch_norm",
-    "normalize", "mean", "sum", "any", "embedding", "cat", "stack", "clone", "cross_entropy",
+    "normalize", "mean", "sum", "any", "embedding", "cat", "stack", "clone", "cross_entropy", "empty_like",
+    "zeros_like", "ones_like",
 }  # fmt: skip
+
+
+LIKE_ITS_INPUT = {
+    "add", "sub", "mul", "truediv", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "where", "masked_fill", "masked_fill_",
+    "iadd", "imul", "clamp", "tanh", "sigmoid", "relu", "gelu", "silu", "softmax", "dropout", "clone", "to", "float",
+    "type_as", "normalize", "scaled_dot_product_attention", "empty_like", "zeros_like", "ones_like",
+}  # fmt: skip
+"""Calls whose result may have the strides of their input."""
 
 
 def is_fresh(changed: Node, node: Node) -> bool:
@@ -176,6 +185,32 @@ def views_are_changed(node: Node) -> bool:
             elif user not in seen and user.op != "output" and spelled(user) not in _FRESH:
                 seen.add(user)
                 stack.append(user)
+    return False
+
+
+def strides_matter(node: Node) -> bool:
+    """Whether numbers depend on the strides of a node's result, or of what is made of it element by element.
+
+    `as_strided` reads memory, and calls such as `flatten` return a view or a copy, of which the former changes in place
+    with its source.
+    """
+    stack = [(node, False)]
+    seen = {*stack}
+    while stack:
+        alias, may_copy = stack.pop()
+        for user in alias.users:
+            name = spelled(user)
+            if name_of(user) == "as_strided":
+                return True
+            if in_place(user):
+                if may_copy and not {alias, None}.isdisjoint(_targets(user)):
+                    return True
+            elif user.op == "output" or (name in _FRESH and name not in LIKE_ITS_INPUT):
+                continue
+            keeps = in_place(user) or name in LIKE_ITS_INPUT or (name in VIEWS and name not in ("reshape", "flatten"))
+            if (found := (user, (may_copy or not keeps) and name not in _FRESH)) not in seen:
+                seen.add(found)
+                stack.append(found)
     return False
 
 

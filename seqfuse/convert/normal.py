@@ -12,7 +12,17 @@ from typing import Any, cast
 import torch
 from torch.fx import Graph, Node
 
-from .effects import State, are_changed, in_place, is_fresh, keeps_gradient, leave, states
+from .effects import (
+    LIKE_ITS_INPUT,
+    State,
+    are_changed,
+    in_place,
+    is_fresh,
+    keeps_gradient,
+    leave,
+    states,
+    strides_matter,
+)
 from .graph import (
     VIEWS,
     argument,
@@ -50,7 +60,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         except Exception:  # a form that the rule does not expect
             found = None
         made = example(found)
-        if found is None or made is None or wanted is None or not _is_like(made, wanted) or breaks_views(node, made):
+        if found is None or made is None or wanted is None or not _is_like(made, wanted) or _lies_wrong(node, made):
             write.undo()
             continue
         write.keep()
@@ -89,6 +99,13 @@ def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
     return same and same_shape(made.shape, wanted.shape)
 
 
+def _lies_wrong(node: Node, made: torch.Tensor) -> bool:
+    """Whether the strides of a call's result matter, and another tensor has other ones."""
+    e = example(node)
+    moved = e is not None and made.stride() != numbers(e.stride())
+    return breaks_views(node, made) or (moved and strides_matter(node))
+
+
 def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> bool:
     """Whether a view of a call's result, or of what is made of it element by element, would fail for another tensor.
 
@@ -103,7 +120,7 @@ def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> 
         for user in stack.pop().users:
             if spelled(user) in ("view", "view_as") and user not in dead and not _can_view(like, user):
                 return True
-            if user not in seen and spelled(user) in _LIKE_ITS_INPUT:
+            if user not in seen and spelled(user) in LIKE_ITS_INPUT:
                 seen.add(user)
                 stack.append(user)
     return False
@@ -118,13 +135,6 @@ def _can_view(t: torch.Tensor, view: Node) -> bool:
     except RuntimeError:
         return False
     return True
-
-
-_LIKE_ITS_INPUT = {
-    "add", "sub", "mul", "truediv", "neg", "where", "masked_fill", "masked_fill_", "iadd", "imul", "clamp", "tanh",
-    "sigmoid", "relu", "exp", "softmax", "dropout", "clone", "to", "float", "type_as",
-}  # fmt: skip
-"""Calls whose result may have the strides of their input."""
 
 
 def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:

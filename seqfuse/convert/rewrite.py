@@ -27,7 +27,17 @@ from ..plan import Choice
 from ..recipes import Recipe
 from .chains import RaisedChain, chains_of, needed, order_of
 from .dtensor import localize
-from .effects import CannotOrder, Effects, hide_cuts, in_place, is_detached, sort, states, views_are_changed
+from .effects import (
+    CannotOrder,
+    Effects,
+    hide_cuts,
+    in_place,
+    is_detached,
+    sort,
+    states,
+    strides_matter,
+    views_are_changed,
+)
 from .graph import (
     WRITTEN,
     argument,
@@ -279,8 +289,8 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
             if (result.dtype is not e.dtype and not cast) or not same_shape(result.shape, numbers(e.shape)):
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
-            if result.stride() != numbers(e.stride()) and isinstance(node, Node) and views_are_changed(node):
-                return "it would lie otherwise in memory, where a tensor is changed in place"
+            if result.stride() != numbers(e.stride()) and isinstance(node, Node) and strides_matter(node):
+                return "it would lie otherwise in memory, where as_strided or an in-place change depends on that"
     return None
 
 

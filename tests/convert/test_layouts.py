@@ -81,6 +81,34 @@ def test_a_chain_may_lie_otherwise_unless_what_may_be_a_view_of_it_is_changed(na
     assert bool(otherwise) is not whole
 
 
+@pytest.mark.parametrize("made", [lambda z: z, lambda z: z.clone(), lambda z: z * 2, lambda z: torch.zeros_like(z) + z])
+@pytest.mark.parametrize("seen", [Tensor.contiguous, Tensor.flatten])
+def test_multi_head_attention_lies_as_in_eager_torch_where_that_decides_what_is_changed(
+    made: Callable[[Tensor], Tensor], seen: Callable[[Tensor], Tensor]
+):
+    """Its result has the sequence first in memory, so both calls copy it; a chain's result would be changed."""
+
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        z = made(m.mha(x, x, x, need_weights=False)[0])
+        seen(z).mul_(2)
+        return m.c(z)
+
+    layers = Layers(spelling)
+    layers.mha = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    assert_same_recorded(layers.double(), X)
+
+
+@pytest.mark.parametrize("made", [lambda z: z, lambda z: z.abs(), lambda z: F.normalize(z, dim=-1)])
+def test_as_strided_reads_the_memory_of_eager_torch(made: Callable[[Tensor], Tensor]):
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        z = made(m.mha(x, x, x, need_weights=False)[0])
+        return m.c(z.as_strided((2, 4, 8), (8, 16, 1)))
+
+    layers = Layers(spelling)
+    layers.mha = torch.nn.MultiheadAttention(8, 2, batch_first=True)
+    assert_same_recorded(layers.double(), X)
+
+
 def test_a_changed_view_is_captured():
     assert_same(Layers(changes_what_may_be_a_view).double(), X)
 
