@@ -73,6 +73,9 @@ def passes(model: Model, x: Tensor, use: Use, seed: int, gm: GraphModule | None 
         able = able[:1]
     g = torch.Generator().manual_seed(seed)
     loss = sum((y * torch.randn(y.shape, generator=g, dtype=torch.float64).to(y.dtype)).sum() for y in able)
+    if len(able) > 1 and use.backward == "backward":
+        grads = torch.autograd.grad(able[-1].sum(), able[:-1], allow_unused=True, retain_graph=True)
+        found += [(f"d output {i}", d) for i, d in enumerate(grads)]
     inputs = [(n, p) for n, p in [("x", x), *model.named_parameters()] if p.requires_grad]
     if use.backward == "some":
         inputs = [pair for pair in inputs if g.initial_seed() and torch.rand((), generator=g) < 0.4]
