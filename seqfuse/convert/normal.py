@@ -107,7 +107,8 @@ def _lies_wrong(node: Node, made: torch.Tensor) -> bool:
 
 
 def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> bool:
-    """Whether a view of a call's result, or of what is made of it element by element, would fail for another tensor.
+    """Whether a view of a call's result, or of what is made of it element by element, would fail for another tensor: in
+    the graph, or by the caller, if the graph returns it.
 
     Args:
         node: the call.
@@ -117,9 +118,13 @@ def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> 
     like = torch.empty_strided(numbers(made.shape), numbers(made.stride()), device="meta")
     stack, seen = [node], {node}
     while stack:
-        for user in stack.pop().users:
+        for user in (alias := stack.pop()).users:
             if spelled(user) in ("view", "view_as") and user not in dead and not _can_view(like, user):
                 return True
+            if user.op == "output" and not like.is_contiguous():
+                e = example(alias)
+                if e is not None and e.is_contiguous():
+                    return True
             if user not in seen and spelled(user) in LIKE_ITS_INPUT:
                 seen.add(user)
                 stack.append(user)

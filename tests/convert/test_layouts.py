@@ -109,6 +109,18 @@ def test_as_strided_reads_the_memory_of_eager_torch(made: Callable[[Tensor], Ten
     assert_same_recorded(layers.double(), X)
 
 
+@pytest.mark.parametrize("made", [lambda z: z, lambda z: z * 2, lambda z: z.clone()])
+def test_a_caller_can_view_what_it_can_view_of_eager_torch(made: Callable[[Tensor], Tensor]):
+    """A sum has the strides of its first operand, which a chain exchanges with the second."""
+
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        return made(x + m.a(x.transpose(0, 1)).transpose(0, 1))
+
+    replayed = assert_same_recorded(Layers(spelling).double(), X)
+    assert "Add" in operations(replayed)
+    replayed(X).view(-1)
+
+
 def test_a_changed_view_is_captured():
     assert_same(Layers(changes_what_may_be_a_view).double(), X)
 
