@@ -207,18 +207,23 @@ class GivesNone(nn.Module):
         return NoGradient.apply(x)
 
 
-def a_stage_may_give_back_no_gradient_at_all() -> None:
-    alone = sf.Sequential(
-        ops.Linear(4, 6), ops.Fork("skip"), ops.Tanh(), ops.Add("skip"), GivesNone(), ops.Linear(6, 3)
-    ).to(kit.DTYPE)
-    staged = staged_of(alone, ("2", "5"), shapes="broadcast")
-    losses_of(staged, alone, Tensor.sum)
+def first_stage_has_none(staged: Any, alone: nn.Module) -> None:
+    """The gradients are those of one process, and of the operation at 0 there are none."""
     expected = dict(alone.named_parameters())
     for name, p in own(staged).items():
         if name.startswith("0"):
             assert p.grad is None or not p.grad.any()
         else:
             assert torch.equal(p.grad, expected[name].grad)
+
+
+def a_stage_may_give_back_no_gradient_at_all() -> None:
+    alone = sf.Sequential(
+        ops.Linear(4, 6), ops.Fork("skip"), ops.Tanh(), ops.Add("skip"), GivesNone(), ops.Linear(6, 3)
+    ).to(kit.DTYPE)
+    staged = staged_of(alone, ("2", "5"), shapes="broadcast")
+    losses_of(staged, alone, Tensor.sum)
+    first_stage_has_none(staged, alone)
     of_one_tensor = staged_of(sf.Sequential(ops.Linear(4, 6), GivesNone(), ops.Linear(6, 3)).to(kit.DTYPE), ("1", "2"))
     of_one_tensor(batch(0)[0]).sum().backward()
     assert all(p.grad is None or p.grad.any() == name.startswith("2") for name, p in own(of_one_tensor).items())
@@ -247,12 +252,7 @@ def a_loss_of_an_output_that_needs_no_other_rank_reaches_all() -> None:
     for model in (staged, alone):
         y, _ = model(batch(0)[0])
         y.sum().backward()
-    expected = dict(alone.named_parameters())
-    for name, p in own(staged).items():
-        if name.startswith("0"):
-            assert p.grad is None or not p.grad.any()
-        else:
-            assert torch.equal(p.grad, expected[name].grad)
+    first_stage_has_none(staged, alone)
 
 
 def several_forwards_before_one_backward() -> None:
