@@ -66,7 +66,6 @@ def lighten() -> None:
         # Read at each step of tracing, through aliases and overrides: 5 % of its time.
         vars(config)["verbose"] = False
         config.side_effect_replay_policy = "silent"  # a stack for each assignment that is traced, for a log
-        config.issue_3_13_0_warning = False  # of Python 3.13.0, which warnings of ours would be counted with
     if "torch._subclasses.fake_tensor" in sys.modules:
         fake: Any = sys.modules["torch._subclasses.fake_tensor"]
         # Asked four times for each result, it makes a set each time.

@@ -382,7 +382,7 @@ def _compiled(region: Region, stretch: Stretch, plan: Plan) -> bool:
     key = steps, any_rows(plan.env), stretch.borders
     if key in region.rehearsed:
         return True
-    region.rehearsed.add(key)
+    region.rehearsed[key] = None
     try:
         compile_all(sources_of(plan, stretch))
     except CompileError as error:

@@ -62,6 +62,11 @@ def with_entry(lowerings: dict[Any, Any], key: Any, lowering: Any) -> dict[Any, 
     return {**(lowerings if len(lowerings) < KEPT_LOWERINGS else {}), key: lowering}
 
 
+def _empty() -> dict[Any, Any]:
+    """A new cache, in a form that Dynamo traces: torch 2.15 does not trace `dict[Any, Any]()`."""
+    return {}
+
+
 @dataclasses.dataclass(slots=True, eq=False)
 class Region:
     """Operations between barriers, with their plans."""
@@ -71,15 +76,13 @@ class Region:
     slots: list[tuple[nn.Module, str]]
     channels: tuple[str, ...]
     summed: list[tuple[int, Group]]  # slots whose gradients are summed, and the group
-    lowerings: dict[Any, CompiledRegion] = dataclasses.field(default_factory=lambda: dict[Any, CompiledRegion]())
+    lowerings: dict[Any, CompiledRegion] = dataclasses.field(default_factory=_empty)
     # Plans by the exact state of a call, with the function that checks that state and runs the plan.
-    states: dict[Any, tuple[CompiledRegion, Call | None]] = dataclasses.field(
-        default_factory=lambda: dict[Any, tuple[CompiledRegion, Call | None]]()
-    )
+    states: dict[Any, tuple[CompiledRegion, Call | None]] = dataclasses.field(default_factory=_empty)
     latest: Call | None = None  # the function of the latest call
     lowering: CompiledRegion | None = None  # and what it runs
     compared: bool = False  # whether its plan was compared with those of other processes
-    rehearsed: set[Any] = dataclasses.field(default_factory=lambda: set[Any]())  # plans whose C kernels are compiled
+    rehearsed: dict[Any, None] = dataclasses.field(default_factory=_empty)  # plans whose C kernels are compiled
 
     @property
     def positions(self) -> range:
