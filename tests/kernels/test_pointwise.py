@@ -17,6 +17,7 @@ from torch import Tensor
 from seqfuse.kernels import _device, pointwise
 from seqfuse.kernels.activations import ACTIVATIONS, Activation
 from seqfuse.ops._philox import drop_mask
+from seqfuse.ops.activations import CLAMP_PASSES
 from seqfuse.testing import (
     Untouched,
     assert_bitwise_equal,
@@ -35,8 +36,8 @@ from .laid import Tensors, apart
 SEED = torch.tensor(-6148914691236517205)
 P = 0.3
 GELU, SILU, RELU, TANH = (ACTIVATIONS[name] for name in ("gelu", "silu", "relu", "tanh"))
-CAPPED = ACTIVATIONS["clamped_silu"]._replace(P=(0.75, 1.25, 0.0))
-CLAMP = ACTIVATIONS["clamp"]._replace(P=(1.5, 0.5, 0.0))
+CAPPED = ACTIVATIONS["clamped_silu"]._replace(P=(0.75, 1.25, CLAMP_PASSES))
+CLAMP = ACTIVATIONS["clamp"]._replace(P=(1.5, 0.5, CLAMP_PASSES))
 
 
 def capped(x: Tensor) -> Tensor:
