@@ -60,7 +60,7 @@ def normalize(graph: Graph, allowed: Callable[[Node], bool]) -> None:
         except Exception:  # a form that the rule does not expect
             found = None
         made = example(found)
-        if found is None or made is None or wanted is None or not _is_like(made, wanted) or _lies_wrong(node, made):
+        if found is None or made is None or wanted is None or not _is_like(made, wanted) or _wrong_strides(node, made):
             write.undo()
             continue
         write.keep()
@@ -99,7 +99,7 @@ def _is_like(made: torch.Tensor, wanted: torch.Tensor) -> bool:
     return same and same_shape(made.shape, wanted.shape)
 
 
-def _lies_wrong(node: Node, made: torch.Tensor) -> bool:
+def _wrong_strides(node: Node, made: torch.Tensor) -> bool:
     """Whether the strides of a call's result matter, and another tensor has other ones."""
     e = example(node)
     moved = e is not None and made.stride() != numbers(e.stride())

@@ -290,7 +290,7 @@ def _why_not(region: CapturedRegion, chain: RaisedChain) -> str | None:
                 got = f"{result.dtype} {tuple(result.shape)}"
                 return f"{node} would be {got} instead of {e.dtype} {tuple(e.shape)}"
             if result.stride() != numbers(e.stride()) and isinstance(node, Node) and strides_matter(node):
-                return "it would lie otherwise in memory, where as_strided or an in-place change depends on that"
+                return "its result would have other strides, on which as_strided or an in-place change depends"
     return None
 
 
