@@ -104,7 +104,7 @@ def _unpack(step: Step, out: Any) -> tuple[Any, Mapping[str, Any], Any]:
     right = isinstance(y, Tensor | Quantized) and _is_mapping(made)
     if right and not step.fused:
         right = set(made) == set(names) and all(isinstance(t, Tensor) for t in made.values())
-    if not right or not (type(saved) is own if own else step.inference or _is_mapping(saved)):
+    if not right or not (type(saved) is own if own else _is_mapping(saved)):
         raise _wrong(step, f"fwd must return {wanted}, not {_form(out)}")
     return y, made, saved
 

@@ -205,7 +205,7 @@ def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
     """As `nn.parallel.replicate` copies each module, on one device."""
     model = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), ops.Residual(ops.Linear(4, 4)), fusions=PAIR))
     x = tensor(7, 5)
-    model(x)
+    model(x), model[0](x)
     replicas = {m: m._replicate_for_data_parallel() for m in model.modules()}
     copies: dict[str, Tensor] = {}
     for name, module in model.named_modules():
@@ -222,4 +222,5 @@ def test_a_replica_for_data_parallel_runs_its_own_parameters() -> None:
         return h + F.linear(h, copies["2.0.weight"], copies["2.0.bias"])
 
     torch.testing.assert_close(got, outcome(plain, {"x": x, **copies}))
+    torch.testing.assert_close(replicas[model[0]](x), F.linear(x, copies["0.weight"], copies["0.bias"]))
     assert all(p.grad is None for p in model.parameters())

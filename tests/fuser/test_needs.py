@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.saved import always_saved, kind_of
 from seqfuse.testing import check_fusion
 from tests.fuser.fusions import (
     BY_NAME,
@@ -222,6 +223,19 @@ def test_a_field_of_a_base_class_is_saved_for_the_same_gradients() -> None:
 
     assert Longer.kept(frozenset({"x"})) == ("weight", "more")
     assert Longer.kept(frozenset({"weight"})) == ("x", "more")
+
+
+def test_a_field_of_a_base_class_is_saved_as_there() -> None:
+    class Base(sf.Saved):
+        y: Tensor
+        parts: tuple[Tensor, ...]
+        rate: float
+
+    class Longer(Base):
+        more: Tensor
+
+    assert [kind_of(Longer, name) for name in Longer.fields] == ["tensor", "tuple", "data", "tensor"]
+    assert always_saved(Longer) == ("y",)
 
 
 class Mix(sf.UnfusedOperation):

@@ -142,11 +142,12 @@ def test_autocast_keeps_the_dtype_of_the_residual(other: torch.dtype):
 
 @pytest.mark.filterwarnings("ignore::seqfuse.FallbackWarning")
 @pytest.mark.parametrize("memory", ["fast", "lean"])  # by torch's calls, and fused
-@pytest.mark.parametrize("before", [[ops.Linear(6, 8)], [ops.Linear(6, 8, bias=False), ops.Scale(0.3)]], ids=str)
-def test_another_shape_is_the_error_of_the_add(before: list[sf.UnfusedOperation], memory: Any):
-    model = sf.Sequential(*before, ops.Add("other"), memory=memory)
+@pytest.mark.parametrize("shape", [(8,), ()], ids=str)
+@pytest.mark.parametrize("before", [[], [ops.Scale(0.3)]], ids=str)
+def test_another_shape_is_the_error_of_the_add(before: list[sf.UnfusedOperation], shape: Any, memory: Any):
+    model = sf.Sequential(ops.Linear(6, 8, bias=not before), *before, ops.Add("other"), memory=memory)
     with pytest.raises(sf.InputError, match="adds tensors of one shape"):
-        model(seeded_randn((5, 6), 0), other=torch.ones(8))
+        model(seeded_randn((5, 6), 0), other=torch.ones(shape))
 
 
 SUPPORTED = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()

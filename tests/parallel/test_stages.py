@@ -207,6 +207,8 @@ def test_numbers_of_another_rank_cannot_be_written_into_a_tensor_of_this_one():
         here[0] = there
     with pytest.raises(sf.errors.StateError, match="SF508: add into a tensor of this rank"):
         torch.add(there, 1, out=here)
+    with pytest.raises(sf.errors.StateError, match="on rank 1"):
+        there.item()
 
 
 def test_gradients_of_some_tensors_of_another_rank_are_refused_however_they_are_asked_for():
