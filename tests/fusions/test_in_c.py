@@ -205,7 +205,7 @@ def test_many_rows_run_part_by_part(act: Any, monkeypatch: pytest.MonkeyPatch):
 
 
 @pytest.mark.parametrize("dtypes", [(torch.float32, torch.bfloat16), (torch.bfloat16, torch.float32)], ids=str)
-def test_a_sum_has_the_dtype_that_torch_promotes_to_and_takes_tensors_of_one_shape(dtypes: tuple[torch.dtype, torch.dtype]):
+def test_a_sum_has_the_promoted_dtype_and_takes_one_shape(dtypes: tuple[torch.dtype, torch.dtype]):
     fusion: Any = fusions.BiasDropoutAdd(bias=None, dropout=ops.Dropout(0.3), add=ops.Add("other"))
     x, other = (seeded_randn((5, 8), i).to(dtype) for i, dtype in enumerate(dtypes))
     assert fusion.fwd(x, add_other=other, dropout_seed=torch.tensor(3))[0].dtype is torch.float32
