@@ -235,12 +235,11 @@ def _places(root: nn.Module, nodes: Sequence[Node]) -> dict[str, int]:
         parts = node.path.split(".")
         for depth in range(1, len(parts) + 1):
             first.setdefault(".".join(parts[:depth]), position)
-    operations = {node.path for node in nodes}
     places: dict[str, int] = {}
     for name, _ in cast(Iterable[tuple[str, Any]], root.named_modules(remove_duplicate=False)):
-        parts = name.split(".")
-        above = {".".join(parts[:depth]) for depth in range(1, len(parts))}
-        if name in first and not above & operations:
+        above, _, _ = name.rpartition(".")
+        # The `expand` of other operations would not return the boundary.
+        if name in first and isinstance(root.get_submodule(above), nn.Sequential):
             places[name] = first[name]
     return places
 

@@ -52,6 +52,17 @@ def two_pretended() -> Iterator[Any]:
     dist.destroy_process_group()
 
 
+class Pair(sf.FusableOperation):
+    """Expands to its own two operations; a boundary that is registered in it would not run."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = ops.Linear(6, 6), ops.Linear(6, 6)
+
+    def expand(self) -> tuple[nn.Module, ...]:
+        return self.first, self.second
+
+
 @pytest.mark.parametrize(
     ("stages_asked", "sentence"),
     [
@@ -67,6 +78,7 @@ def two_pretended() -> Iterator[Any]:
             ("1.net",),
             r"no stage can begin at '1.net': '1' runs through its own call \(not an operation of this library\)",
         ),
+        (("2.second",), r"no stage can begin at '2.second'"),
     ],
     ids=str,
 )
@@ -74,6 +86,8 @@ def test_refuses_cuts_that_cannot_be(one: Any, stages_asked: Any, sentence: str)
     model = model_of()
     if stages_asked == ("1.net",):
         model = sf.Sequential(ops.Linear(4, 6), nn.ModuleDict({"net": nn.Linear(6, 6)}), ops.Linear(6, 3))
+    if stages_asked == ("2.second",):
+        model[2] = Pair()
     with pytest.raises(sf.errors.PlanError, match=r"SF202.*" + sentence):
         pipeline(model, one, stages=stages_asked)
     assert not any("boundary" in name for name, _ in model.named_modules())
