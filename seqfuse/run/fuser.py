@@ -17,7 +17,7 @@ from torch.nn.utils import parametrize
 
 from ..autograd import transformed
 from ..compiler import CompileError, compile_all, give_up
-from ..env import Env, any_autocast, autocast_of
+from ..env import Env, any_autocast, autocast_of, bucket
 from ..errors import FallbackWarning, InputError, StateError
 from ..fake import is_fake
 from ..fusion import FusedOperation, checked
@@ -43,7 +43,7 @@ from ..plan.step import Stretch
 from ..recipes import current as quantizing
 from ..settings import fusing_now, settings
 from .guard import bind as bind_call
-from .guard import device, dtype, has_main_grad, requires
+from .guard import device, dtype, has_main_grad, requires, shape
 from .lower import Context, OnStep, lower
 from .node import saved_hooks
 from .preview import choice_in, preview
@@ -201,7 +201,7 @@ class Fuser:
             # Nothing is read of a tensor of another class: it may refuse that, as weights of torch's per-sample
             # gradients do.
             plain = all(t is None or t.__class__ in _PLAIN or is_fake(t) for t in (x, *parameters, *given))  # pyright: ignore[reportUnnecessaryComparison]
-            signature = _signature(parameters) if plain else ()
+            signature = (_signature(parameters), *map(shape, parameters)) if plain else ()
         except AttributeError:
             if op_list.fingerprint.holds_in_full():
                 raise
@@ -211,13 +211,13 @@ class Fuser:
         autocast = autocast_of(x.device.type) if any_autocast() else None
         deterministic = torch.are_deterministic_algorithms_enabled()
         state = torch.is_grad_enabled(), deterministic, autocast, fusing_now(), quantizing.get()
-        about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given), (*map(device, given),)
-        about = *about, saved_hooks(False) is None
+        about = x.dtype, x.device, x.requires_grad, *state, signature, _signature(given), saved_hooks(False) is None
+        key = x.shape, (*map(shape, given),), *about
         with _planning:
-            known = region.states.get((x.shape, *about))
+            known = region.states.get(key)
             if known is None:
                 known = self._planned(op_list, region, about, x, channels, parameters)
-                region.states = with_entry(region.states, (x.shape, *about), known)
+                region.states = with_entry(region.states, key, known)
         lowering, call = known
         if settings().debug and not region.compared:
             check_agreement(op_list.nodes, region.positions, lowering.plan, x, seeds)
@@ -238,13 +238,16 @@ class Fuser:
     ) -> tuple[CompiledRegion, Call | None]:
         state, given = about[3:8], [channels[c] for c in region.channels]
         validate(op_list.nodes, region.positions, x.shape, channels)
-        exact = isinstance(self.memory, Budget) and self.memory.bytes is not None  # bytes of this number of rows
-        bucket = Env.like(x).rows, x.shape if exact else x.shape[-1:], *about
-        lowering = region.lowerings.get(bucket)
+        if isinstance(self.memory, Budget) and self.memory.bytes is not None:  # bytes of these sizes
+            sizes = x.shape, *map(shape, given)
+        else:
+            sizes = x.shape[-1:], *[bucket(t.numel()) for t in given]
+        key = Env.like(x).rows, sizes, *about
+        lowering = region.lowerings.get(key)
         if lowering is None:
             with collecting_later():
                 lowering = self.bind(op_list, region, x, channels, own)
-            region.lowerings = with_entry(region.lowerings, bucket, lowering)
+            region.lowerings = with_entry(region.lowerings, key, lowering)
         if x.__class__ not in _PLAIN or (lowering.by_reference and not lowering.native):
             return lowering, None
         return lowering, bind_call(region, lowering, state, x, own, given)
@@ -405,4 +408,5 @@ def fuser_of(operation: FusableOperation) -> Fuser:
 
 
 def _signature(tensors: Sequence[Tensor]) -> tuple[Any, ...]:
-    return (*map(requires, tensors), *map(dtype, tensors), *map(type, tensors), *map(has_main_grad, tensors))
+    kinds = *map(dtype, tensors), *map(device, tensors), *map(type, tensors)
+    return (*map(requires, tensors), *kinds, *map(has_main_grad, tensors))

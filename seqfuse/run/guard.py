@@ -27,7 +27,7 @@ from .node import apply_node, run_plain, saved_hooks, taken
 from .regions import Call, CompiledRegion, Region
 
 requires, dtype = operator.attrgetter("requires_grad"), operator.attrgetter("dtype")
-device = operator.attrgetter("device")
+device, shape = operator.attrgetter("device"), operator.attrgetter("shape")
 
 
 def has_main_grad(t: Tensor) -> bool:
@@ -77,10 +77,10 @@ def bind(
 ) -> Call:
     """`call(x, channels, seeds)`, which returns `None` if the state has changed.
 
-    The state is grad mode, determinism, dtype of autocast, `sf.fusing` and `sf.low_precision`; of x the shape, dtype,
-    device and `requires_grad`; of the parameters and of the channels that are `given` dtype, class and `requires_grad`,
-    of these the device as well. Without a state, for tensors without data, nothing is checked and there are no
-    collectives. Errors of torch calls get the place of their operation as a note.
+    The state is grad mode, determinism, dtype of autocast, `sf.fusing` and `sf.low_precision`; of x, of the parameters
+    and of the channels that are `given` shape, dtype, device, class and `requires_grad`. Without a state, for tensors
+    without data, nothing is checked and there are no collectives. Errors of torch calls get the place of their
+    operation as a note.
     """
     nodes = lowering.stretch.nodes
     slots, channels, autocast = region.slots, region.channels, lowering.plan.env.autocast
@@ -180,8 +180,10 @@ def _tests(
             f"kind({name}) is not {once(type(t))}",
             f"{name}.requires_grad is not {t.requires_grad}",
             f"{name}.dtype is not {once(t.dtype)}",
+            f"{name}.shape != {s.put(t.shape)}",
+            f"{name}.device != {once(t.device)}",
         ]
-    return tests, [*of_tensors, *(f"{name}.device != {s.put(t.device)}" for name, t in given)]
+    return tests, of_tensors
 
 
 def _run(s: Source, segment: Segment, parameters: Sequence[str], local: dict[str, str], made: dict[str, str]) -> None:

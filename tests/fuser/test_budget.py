@@ -8,6 +8,7 @@ import logging
 import pickle
 import random
 import re
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -371,6 +372,17 @@ def test_bytes_are_of_the_rows_of_each_call():
         assert plan.memory.peak <= model.memory.bytes
         assert (plan.memory.saved == plan.memory.saved_unfused) == fits
         assert kept_by(model, tensor(rows, 16)) == plan.memory.saved
+
+
+@pytest.mark.parametrize("memory", [100_000, sf.Budget(part=0.4)])
+def test_bytes_are_of_the_channels_of_each_call(memory: Any):
+    layers = ops.LayerNorm(32), ops.Linear(32, 32), ops.CrossAttention(2), ops.Linear(32, 128), ops.GeLU()
+    model, x = sf.Sequential(*layers, ops.Linear(128, 32), memory=memory), tensor(2, 64, 32)
+    for keys in (8, 256):
+        channels = dict.fromkeys(model.channels.inputs, tensor(2, keys, 32))
+        with saving() as kept, warnings.catch_warnings(action="ignore"):
+            model(x, **channels)
+            assert bytes_of(kept, model) == model.plan(x, **channels).memory.saved
 
 
 @pytest.mark.parametrize("memory", [128, sf.Budget(part=0.01)])

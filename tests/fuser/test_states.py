@@ -251,6 +251,78 @@ def test_gradient_mode_within_inference_mode_records_nothing_as_in_torch(trained
     model(x).sum().backward()
 
 
+class Narrow(nn.Module):
+    """The first 4 columns, of one row for 2 rows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x[:, :4].expand(2, 4)
+
+
+def still(model: Any) -> Tensor:
+    x = draw(2, 4, dtype=torch.float32)
+    return x.abs().long() if isinstance(model[0], ops.Embedding) else x
+
+
+def moved(model: Any) -> Tensor:
+    return still(model.to("meta"))
+
+
+FAULTS: dict[str, tuple[Callable[[], nn.Module], Callable[[Any], Tensor]]] = {
+    "a channel with more columns": (
+        lambda: sf.Sequential(ops.Fork(), Narrow(), ops.Tanh(), ops.Add()),
+        lambda model: draw(2, 8, dtype=torch.float32),
+    ),
+    "a channel with fewer rows": (
+        lambda: sf.Sequential(ops.Fork(), Narrow(), ops.Tanh(), ops.Add()),
+        lambda model: draw(1, 4, dtype=torch.float32),
+    ),
+    "moved torch calls": (lambda: sf.Sequential(ops.Linear(4, 4), ops.ReLU()), moved),
+    "a moved table": (lambda: sf.Sequential(ops.Embedding(9, 4), ops.LayerNorm(4)), moved),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_later_call_raises_the_error_of_a_first_call(fault: str) -> None:
+    make, change = FAULTS[fault]
+    messages: list[str] = []
+    for calls in (0, 2):
+        model = make()
+        for _ in range(calls):
+            model(still(model))
+        with pytest.raises(sf.InputError) as raised:
+            model(change(model))
+        messages.append(str(raised.value))
+    assert messages[0] == messages[1]
+
+
+class Gain(sf.UnfusedOperation):
+    """y = x gain, for one number or one per column."""
+
+    class Saved(sf.Saved):
+        x: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gain = nn.Parameter(torch.ones(1))
+
+    def reference(self, x: Tensor) -> Tensor:
+        return x * self.gain
+
+    def fwd(self, x: Tensor) -> tuple[Tensor, Saved]:
+        return self.reference(x), self.Saved(x=x)
+
+    def bwd(self, dy: Tensor, saved: Saved) -> tuple[Tensor, sf.Grads]:
+        return dy * self.gain, {"gain": (dy * saved.x).sum_to_size(self.gain.shape)}
+
+
+def test_a_parameter_may_be_replaced_by_one_of_another_shape() -> None:
+    model, x = sf.Sequential(Gain(), ops.Tanh()), draw(3, 4, dtype=torch.float32)
+    model(x)
+    model[0].gain = nn.Parameter(torch.full((4,), 2.0))
+    model(x).sum().backward()
+    torch.testing.assert_close(model[0].gain.grad, (x * (1 - torch.tanh(2 * x) ** 2)).sum(0))
+
+
 # A backward pass runs with the configuration of its forward.
 
 
