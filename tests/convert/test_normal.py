@@ -36,6 +36,11 @@ def by_einsum_of_merged_heads(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Ten
     return torch.einsum("b i j, b j d -> b i d", weights, v).view(2, 2, 4, 4)
 
 
+def by_einsum_of_one_head_of_keys(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    weights = torch.einsum("b h i d, b j d -> b h i j", q, k[:, 0]).softmax(-1)
+    return torch.einsum("b h i j, b j d -> b h i d", weights, v[:, 0])
+
+
 def by_bmm(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     q, k, v = (t.flatten(0, 1) for t in (q, k, v))
     return torch.bmm(F.dropout(torch.bmm(q, k.transpose(1, 2)).div(2).softmax(-1), 0.5, False), v).unflatten(0, (2, 2))
@@ -107,6 +112,7 @@ HIDDEN = torch.tensor([[[1, 1, 1, 1], [0, 1, 0, 1], [1, 0, 0, 0], [0, 0, 0, 0]],
 ATTENTION: dict[str, Weigh] = {
     "einsum": by_einsum,
     "einsum of merged heads": by_einsum_of_merged_heads,
+    "einsum of one head of keys": by_einsum_of_one_head_of_keys,
     "bmm": by_bmm,
     "baddbmm": by_baddbmm,
     "baddbmm, its bias times zero": by_baddbmm_without_its_bias,

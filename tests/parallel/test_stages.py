@@ -225,6 +225,25 @@ def test_numbers_of_another_rank_cannot_be_written_into_a_tensor_of_this_one():
         there.item()
 
 
+@torch.library.custom_op("seqfuse_tests::as_many_as_it_says", mutates_args=())
+def as_many_as_it_says(x: Tensor) -> Tensor:
+    return x.new_empty(int(x.sum()))
+
+
+@as_many_as_it_says.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(torch.library.get_ctx().new_dynamic_size())
+
+
+def test_a_call_that_reads_numbers_of_another_rank_within_says_so_and_other_errors_are_torchs():
+    there = Elsewhere.of(torch.empty(3, device="meta"), "on rank 1")
+    for name, call in (("allclose", torch.allclose), ("as_many_as_it_says", lambda a, _: as_many_as_it_says(a))):
+        with pytest.raises(sf.errors.StateError, match=rf"SF508: .*{name}.* needs numbers .*: they are on rank 1"):
+            call(there, there)
+    with pytest.raises(RuntimeError, match="invalid for input of size 3"):
+        there.reshape(2)
+
+
 def test_gradients_of_some_tensors_of_another_rank_are_refused_however_they_are_asked_for():
     there = Elsewhere.of(torch.empty(3, device="meta", requires_grad=True), "on rank 1")
     asks = [

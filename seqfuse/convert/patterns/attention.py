@@ -488,7 +488,7 @@ def _ungrouped(node: Node) -> Node:
     source = view_source(expanded) if spelled(expanded) == "expand" else None
     source = source if source is None or (i := example(source)) is None or i.ndim == 4 else view_source(source)
     s, e, r = example(source), example(expanded), example(node)
-    if s is None or e is None or r is None or source is None or s.ndim != 4 or e.ndim != 5:
+    if s is None or e is None or r is None:
         return node
     repeated = same_shape(e.stride(), (*s.stride()[:2], 0, *s.stride()[2:]))
     alike = same_shape((*e.shape[:2], *e.shape[3:]), s.shape) and same_shape(r.shape[2:], s.shape[2:])
