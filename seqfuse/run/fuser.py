@@ -6,10 +6,11 @@ import dataclasses
 import itertools
 import os
 import threading
+import types
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -63,6 +64,8 @@ from .trial import Weighing, sources_of
 KEPT_LISTS = 8
 _numbers = itertools.count()
 _PLAIN = (Tensor, nn.Parameter)
+_F = TypeVar("_F", bound=types.FunctionType)
+_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
 _one_at_a_time = threading.RLock()
 _planning = threading.RLock()
 
@@ -70,6 +73,16 @@ _planning = threading.RLock()
 def _fresh_locks() -> None:
     global _one_at_a_time, _planning
     _one_at_a_time, _planning = threading.RLock(), threading.RLock()
+
+
+def _not_a_frame(function: _F) -> _F:
+    """Lets torch.compile trace calls of a function, but not compile the function, or what it calls, by itself.
+
+    It would after a graph break in a module of the sequence, and the engine's own code would not be faster.
+    """
+    skip = _frames._FrameAction.SKIP
+    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    return function
 
 
 if hasattr(os, "register_at_fork"):  # a forked child would wait for a thread it does not have
@@ -139,6 +152,7 @@ class Fuser:
         """The container or operation; weakly referenced if it owns this fuser."""
         return self.owner()
 
+    @_not_a_frame
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the sequence: `y`, or `(y, *outputs)` if it has public extra outputs."""
         if torch.compiler.is_compiling():
@@ -402,6 +416,7 @@ def default_fusions() -> Sequence[type[FusedOperation]]:
     return default
 
 
+@_not_a_frame
 def fuser_of(operation: FusableOperation) -> Fuser:
     """The fuser that runs a single operation as a sequence."""
     return Fuser(operation, default_fusions())

@@ -32,7 +32,7 @@ device, shape = operator.attrgetter("device"), operator.attrgetter("shape")
 
 def has_main_grad(t: Tensor) -> bool:
     """Whether gradients of a parameter are added to its `main_grad`, which torch's own nodes do not support."""
-    return "main_grad" in t.__dict__
+    return hasattr(t, "main_grad")
 
 
 def _add_place(nodes: Sequence[Node], at: int, error: Exception) -> None:

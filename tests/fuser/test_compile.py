@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._dynamo.utils import counters
 from torch.utils.checkpoint import checkpoint
 
 import seqfuse as sf
@@ -263,6 +264,26 @@ def test_a_wrong_shape_is_an_error_under_compile_too():
     compiled = torch.compile(mlp(), fullgraph=True, backend="eager")
     with pytest.raises(Exception, match=r"(?i)shape|dimension"):
         compiled(draw(4, 6))
+
+
+class Breaks(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        torch._dynamo.graph_break()
+        if len(x) == 3:
+            raise ValueError("three rows")
+        return 2 * x
+
+
+def test_a_graph_break_in_a_module_inside_runs_the_sequence_as_without_compile():
+    """The engine's own frames are not compiled, and an error of the module is its own."""
+    model = sf.Sequential(ops.Linear(4, 4), Breaks(), ops.ReLU())
+    torch._dynamo.reset()
+    counters.clear()
+    compiled = torch.compile(model, backend="eager")
+    torch.testing.assert_close(compiled(torch.ones(5, 4)), model(torch.ones(5, 4)))
+    assert counters["frames"]["total"] == 1
+    with pytest.raises(ValueError, match="three rows"):
+        compiled(torch.ones(3, 4))
 
 
 def test_a_hook_on_an_operation_fires_under_compile():
