@@ -26,6 +26,10 @@ def scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) / 2
 
 
+def capped(made: Tensor) -> Tensor:
+    return (made / 3).tanh() * 3
+
+
 def by_einsum(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return torch.einsum("b h i j, b h j d -> b h i d", torch.einsum("...id,...jd->...ij", q, k).softmax(-1), v)
 
@@ -157,6 +161,12 @@ ATTENTION: dict[str, Weigh] = {
     "a factor that is learned": lambda m, q, k, v: (
         (scores(q, k) * m.w[0].exp()).masked_fill(HIDDEN, -1e9).softmax(-1) @ v
     ),
+    "a soft cap and a bias": lambda m, q, k, v: (capped(scores(q, k)) + m.w[:4]).softmax(-1) @ v,
+    "a soft cap and a mask of data": lambda m, q, k, v: capped(scores(q, k)).masked_fill(HIDDEN, -1e9).softmax(-1) @ v,
+    "a soft cap and a factor of heads": lambda m, q, k, v: (
+        (capped(scores(q, k)) * m.w[:2].view(2, 1, 1)).softmax(-1) @ v
+    ),
+    "a factor of heads in a soft cap": lambda m, q, k, v: capped(scores(q, k) * m.w[:2].view(2, 1, 1)).softmax(-1) @ v,
     "values scaled": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v * 0.5),
     "queries normalized alone": lambda m, q, k, v: F.scaled_dot_product_attention(F.rms_norm(q, (4,)), k, v),
     "values of other rows": lambda m, q, k, v: F.scaled_dot_product_attention(q, k, v.flip(2)),
@@ -165,7 +175,7 @@ ATTENTION: dict[str, Weigh] = {
 LEFT = {
     "a sum in place", "hidden by infinity", "hidden by two numbers", "a mask behind a causal one, of data",
     "a bound that is met", "a sink that is read", "baddbmm, its bias times zero",
-    "of merged heads, with a part of a bias",
+    "of merged heads, with a part of a bias", "a soft cap and a factor of heads",
 }  # fmt: skip
 
 
@@ -191,11 +201,12 @@ def test_a_sum_in_place_within_attention_ends_no_chain():
         q, k, v = qkv(m, F.layer_norm(x, (8,), m.w))
         made = scores(q, k)
         made += m.w[:4]
-        return x + m.c(joined(made.softmax(-1) @ v))
+        return x + m.c(joined((made * m.w[:2].view(2, 1, 1)).softmax(-1) @ v))
 
-    graph, *_ = assert_same(Layers(spelling).double(), X).graphs
-    (region,) = graph.regions
+    replayed = assert_same(Layers(spelling).double(), X)
+    (region,) = replayed.graphs[0].regions
     assert isinstance(region.model[1], sf.ops.LayerNorm)
+    assert "Attention" in operations(replayed)
 
 
 def test_heads_that_nobody_puts_side_by_side_are_views_of_attention():

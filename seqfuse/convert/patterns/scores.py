@@ -59,7 +59,7 @@ def without_maximum(logits: Any) -> Any:
 
 def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms | str:
     """What scores are made of, from their softmax back to the GEMM; `write` writes calls before the softmax."""
-    scale, softcap = 1.0, None
+    scale, softcap, has_factor = 1.0, None, False
     masks, factors = list[tuple[Node, float]](), list[Node]()
     hidden, fill = list[Node](), 0.0
     for _ in range(_FAR):
@@ -88,7 +88,7 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
             node = _added_to(windowed, scale, masks, factors, write)
         elif (capped := as_scaled(node)) is not None and spelled(narrow_of(capped[0])) == "tanh" and softcap is None:
             divided = as_scaled(narrow_of(capped[0]).args[0])
-            if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6 or scale != 1:
+            if divided is None or abs(divided[1] * capped[1] - 1) > 1e-6 or scale != 1 or has_factor:
                 return "its scores go through tanh, but not as a soft cap, cap * tanh(scores / cap)"
             node, softcap = divided[0], capped[1]
         elif (factor := as_scaled(node)) is not None:
@@ -96,6 +96,7 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
         elif product is not None and (of_heads := _factor(product)) is not None:
             node, number = of_heads
             factors.append(number)
+            has_factor = True
         elif outermost and (least := _bounded(node)) is not None:
             node = least
         elif spelled(node) in FILLING:
