@@ -3,6 +3,7 @@
 Folders other than `run` import only the names listed here, never the modules.
 """
 
+from .described import tells_all
 from .flatten import Node, flatten, global_hooks, has_own_graph, inside_of, located
 from .inputs import validate
 from .match import Known, Matcher
@@ -40,6 +41,7 @@ __all__ = [
     "random_seeds",
     "recipe_at",
     "run_eagerly",
+    "tells_all",
     "validate",
     "walk_reference",
 ]

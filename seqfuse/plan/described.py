@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Any, cast
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from ..env import short
 from .flatten import Node, plain_type
@@ -22,17 +22,22 @@ _DATA = bool, int, float, complex, str, bytes, torch.dtype
 _OF_A_MODULE = frozenset(nn.Module().__dict__) | {"_engine"}
 
 
-def describe(node: Node) -> str:
-    """The class, the configuration, and the shapes and dtypes of the parameters of an operation."""
+def describe(node: Node, whole: bool = True) -> str:
+    """The class, the configuration, and the shapes and dtypes of the parameters of an operation.
+
+    With `whole` also the mode and the buffers of modules of other packages, whose passes may read them.
+    """
     parameters: list[str] = []
     for name, (owner, attribute) in node.slots.items():
         tensor = owner._parameters.get(attribute)  # pyright: ignore[reportPrivateUsage]
-        if tensor is None:  # a parametrization, which planning must not run
-            parameters.append(f"{name} parametrized")
-        else:
-            parameters.append(f"{name} {short(tensor.dtype)}{list(tensor.shape)}")
-    text = _module(node.operation) + (f" [{', '.join(parameters)}]" if parameters else "")
+        # A parametrization must not run while a sequence is planned.
+        parameters.append(f"{name} {'parametrized' if tensor is None else _tensor(tensor)}")
+    text = _module(node.operation, whole) + (f" [{', '.join(parameters)}]" if parameters else "")
     return text + (" random" if getattr(node.operation, "random", False) else "")
+
+
+def _tensor(t: Tensor) -> str:
+    return f"{short(t.dtype)}{list(t.shape)}"
 
 
 def tells_all(module: nn.Module) -> bool:
@@ -48,10 +53,13 @@ def _is_data(value: Any) -> bool:
     return value is None or isinstance(value, (*_DATA, type))
 
 
-def _module(module: nn.Module) -> str:
+def _module(module: nn.Module, whole: bool) -> str:
     stated = {k: v for k, v in vars(module).items() if k not in _OF_A_MODULE}
     named = [f"{name}={_plain(value)}" for name, value in sorted(stated.items())]
-    named += [f"{name}={_module(child)}" for name, child in module.named_children()]
+    if whole and plain_type(module).__module__.partition(".")[0] != _OWN:
+        named.append(f"training={module.training}")
+        named += [f"{name} {_tensor(t)}" for name, t in module.named_buffers(recurse=False)]
+    named += [f"{name}={_module(child, whole)}" for name, child in module.named_children()]
     return f"{class_identity(plain_type(module))}({', '.join(named)})"
 
 

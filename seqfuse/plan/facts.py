@@ -289,7 +289,8 @@ class Tried:
         """The cache key of a step, without its input tensors."""
         to = step.to and dataclasses.replace(step.to, at=step.to.at - step.start, operation=None)
         kind = class_identity(step.operation.__class__), *map(self._about, step.nodes, step.covers)
-        return kind, step.needs, step.borders, step.recipes, to and dataclasses.astuple(to)
+        state = self._stretch.place.type, torch.get_default_dtype()
+        return kind, step.needs, step.borders, step.recipes, to and dataclasses.astuple(to), state
 
     def _about(self, node: Node, at: int) -> str:
         if at not in self._described:

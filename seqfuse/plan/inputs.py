@@ -201,9 +201,9 @@ def _known_by(nodes: Sequence[Node], positions: range, x: Tensor, channels: Mapp
     given = (x, *channels.values())
     if not all(type(t) in (Tensor, nn.Parameter) for t in (*own, *given)):
         return None
-    if not all(tells_all(node.operation) and next(node.operation.buffers(), None) is None for node in inside):
+    if not all(tells_all(node.operation) for node in inside):
         return None
-    told = [(describe(node), node.operation.training, node.inputs, node.outputs) for node in inside]
+    told = [(describe(node), node.inputs, node.outputs) for node in inside]
     likes = [(*Like.of(t), t.layout) for t in given]
     return (*told,), (*likes,), (*channels,), autocast_of(x.device.type), torch.get_default_dtype(), is_compiling()
 

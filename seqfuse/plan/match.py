@@ -19,7 +19,7 @@ from ..quantized import Quantize
 from ..recipes import Recipe
 from ..settings import Fusing
 from ..traffic import entering
-from .described import class_identity, describe
+from .described import class_identity, describe, tells_all
 from .flatten import Node
 from .inputs import Border, along_of
 from .quantized import Unquantized
@@ -128,11 +128,13 @@ class Known:
         return None if key is None else self._table.get(key)
 
     def key(self, fusion: FusedOperation, a: int, b: int) -> str | None:
-        """The key of a candidate in the table of measurements; `None` if its input is not known well enough."""
+        """The key of a candidate in the table of measurements; `None` if its input is not known well enough, or if an
+        operation has an attribute that is not plain data.
+        """
         stretch, env = self._stretch, self._stretch.env
         live = b > stretch.wants.live_from
         extent = self._extent(a, b)
-        if extent is None:
+        if extent is None or not all(tells_all(node.operation) for node in stretch.nodes[a:b]):
             return None
         parts = [class_identity(type(fusion)), "; ".join(self._operation(p, live) for p in range(a, b)), extent]
         parts.append(short(stretch.around(a, a)[0].taken if stretch.borders else env.dtype))
@@ -156,7 +158,7 @@ class Known:
 
     def _operation(self, position: int, live: bool) -> str:
         if position not in self._described:
-            self._described[position] = describe(self._stretch.nodes[position])
+            self._described[position] = describe(self._stretch.nodes[position], whole=False)
         wanted = self._stretch.wants.needs[position] if live else ()
         return self._described[position] + (f" d({', '.join(sorted(wanted))})" if wanted else "")
 

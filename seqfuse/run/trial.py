@@ -119,7 +119,11 @@ class Weighing:
             for step in (*forward, *backward)
         ]
         leaving = [(channels[c], c in segment.frozen) for c in segment.outputs]
-        return any_rows(self._stretch.env), again and tuple([p - start for p in again]), again is None, *steps, *leaving
+        env, keeps = any_rows(self._stretch.env), again and tuple([p - start for p in again])
+        every = [slot for node in self._stretch.nodes[start : forward[-1].stop] for slot in node.slots.values()]
+        places = {slot: i for i, slot in enumerate(dict.fromkeys((id(owner), name) for owner, name in every))}
+        tied = tuple([places[id(owner), name] for owner, name in every])  # gradients of one parameter are summed
+        return env, keeps, again is None, tied, *steps, *leaving
 
 
 class _Passed:

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from .. import cost_table
 from ..cost_table import Machine, Measurement
 from ..errors import InputError, KernelError, StateError
+from ..plan import tells_all
 from ..run import Sequential
 from ..settings import settings
 from ..traffic import unfused
@@ -298,6 +299,10 @@ class _Search:
             inside: list[Any] = [node.operation for node in nodes[candidate.start : candidate.stop]]
             if any(operation.redistribution is not None for operation in inside):
                 self._skipped.append(f"{candidate.name}: processes exchange tensors in it, and one alone measures")
+                continue
+            if unknown := [type(operation).__name__ for operation in inside if not tells_all(operation)]:
+                reason = f"{unknown[0]} has an attribute that is not plain data, by which a time could be known"
+                self._skipped.append(f"{candidate.name}: {reason}")
                 continue
             key = stretch.known.key(candidate.fusion, candidate.start, candidate.stop)
             if machine is not None and key is not None:

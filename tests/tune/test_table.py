@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import enum
 import errno
 import json
 import os
@@ -240,6 +241,20 @@ def test_unknown_candidates_are_passed_by(cache: Path, monkeypatch: pytest.Monke
     assert plan.count("Slow") == 1
     assert "evil" not in sys.modules
     assert sf.tune(pair(Slow), X, modes="train").measured == 1
+
+
+class Depth(enum.Enum):
+    ONE = 1
+
+
+def test_operations_that_an_attribute_tells_apart_that_is_not_plain_data_are_not_measured():
+    model = pair(Slow)
+    model[1].depth = Depth.ONE
+    report = sf.tune(model, X, modes="train")
+    reason = "Slow: Halve has an attribute that is not plain data, by which a time could be known"
+    assert (report.rows, report.skipped) == ((), (reason,))
+    assert sf.tune(pair(Slow), X, modes="train").measured == 1
+    assert (pair(Slow).plan(X).count("Slow"), model.plan(X).count("Slow")) == (0, 1)
 
 
 def test_a_reason_in_a_file_is_text_and_short(cache: Path, monkeypatch: pytest.MonkeyPatch):
