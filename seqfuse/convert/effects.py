@@ -152,11 +152,11 @@ _FRESH = {
 
 
 LIKE_ITS_INPUT = {
-    "add", "sub", "mul", "truediv", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "where", "masked_fill", "masked_fill_",
-    "iadd", "imul", "clamp", "tanh", "sigmoid", "relu", "gelu", "silu", "softmax", "dropout", "clone", "to", "float",
+    "add", "sub", "mul", "truediv", "neg", "pow", "sqrt", "rsqrt", "exp", "log", "where", "masked_fill",
+    "clamp", "tanh", "sigmoid", "relu", "gelu", "silu", "softmax", "dropout", "clone", "to", "float",
     "type_as", "normalize", "scaled_dot_product_attention", "empty_like", "zeros_like", "ones_like",
 }  # fmt: skip
-"""Calls whose result may have the strides of their input."""
+"""Calls whose result may be a new tensor with the strides of their input."""
 
 
 def is_fresh(changed: Node, node: Node) -> bool:

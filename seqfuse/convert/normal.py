@@ -125,7 +125,8 @@ def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> 
                 e = example(alias)
                 if e is not None and e.is_contiguous():
                     return True
-            if user not in seen and spelled(user) in LIKE_ITS_INPUT:
+            changed = in_place(user) and user.args[:1] == (alias,)
+            if user not in seen and (changed or spelled(user) in LIKE_ITS_INPUT):
                 seen.add(user)
                 stack.append(user)
     return False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -11,6 +12,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 import seqfuse as sf
+from seqfuse.convert.effects import LIKE_ITS_INPUT
 from seqfuse.testing import seeded_randn
 
 from .comparing import assert_same, assert_same_recorded
@@ -109,7 +111,27 @@ def test_as_strided_reads_the_memory_of_eager_torch(made: Callable[[Tensor], Ten
     assert_same_recorded(layers.double(), X)
 
 
-@pytest.mark.parametrize("made", [lambda z: z, lambda z: z * 2, lambda z: z.clone()])
+# Behind a cast, where a chain ends, if a chain could contain the call.
+ALIKE: dict[str, Callable[[Tensor], Tensor]] = {
+    "add": lambda z: z + 1, "sub": lambda z: z - 1, "mul": lambda z: z.float() * 2, "truediv": lambda z: z.float() / 2,
+    "neg": torch.neg, "pow": lambda z: z**2, "sqrt": torch.sqrt, "rsqrt": torch.rsqrt, "exp": torch.exp,
+    "log": torch.log, "where": lambda z: torch.where(z > 0, z, 0.5), "masked_fill": lambda z: z.masked_fill(z > 0, 0.5),
+    "clamp": lambda z: z.clamp(max=0.5), "tanh": lambda z: z.float().tanh(), "sigmoid": lambda z: z.float().sigmoid(),
+    "relu": lambda z: F.relu(z.float()), "gelu": lambda z: F.gelu(z.float()), "silu": lambda z: F.silu(z.float()),
+    "softmax": lambda z: z.softmax(-1), "dropout": lambda z: F.dropout(z.float(), 1.0), "clone": torch.clone,
+    "to": lambda z: z.to(torch.float32), "float": Tensor.float, "type_as": lambda z: z.type_as(z.float()),
+    "normalize": lambda z: F.normalize(z.float(), dim=-1),
+    "scaled_dot_product_attention": lambda z: F.scaled_dot_product_attention(z, z, z),
+    "empty_like": lambda z: torch.empty_like(z).fill_(2) * z[:1], "zeros_like": lambda z: z[:1] + torch.zeros_like(z),
+    "ones_like": lambda z: torch.ones_like(z) * z[:1],
+}  # fmt: skip
+CHANGED: dict[str, Callable[[Tensor], Tensor]] = {
+    "nothing": lambda z: z, "a sum": lambda z: z.add_(1), "+=": lambda z: operator.iadd(z, 1),
+    "a number": lambda z: z.masked_fill_(z > 0, 0.5), "a copy": lambda z: torch.empty_like(z).copy_(z),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("made", [*CHANGED.values(), *ALIKE.values()], ids=[*CHANGED, *ALIKE])
 def test_a_caller_can_view_what_it_can_view_of_eager_torch(made: Callable[[Tensor], Tensor]):
     """A sum has the strides of its first operand, which a chain exchanges with the second."""
 
@@ -119,6 +141,10 @@ def test_a_caller_can_view_what_it_can_view_of_eager_torch(made: Callable[[Tenso
     replayed = assert_same_recorded(Layers(spelling).double(), X)
     assert "Add" in operations(replayed)
     replayed(X).view(-1)
+
+
+def test_all_calls_that_give_what_lies_like_their_input_are_tested():
+    assert ALIKE.keys() == LIKE_ITS_INPUT
 
 
 def test_a_changed_view_is_captured():
