@@ -145,8 +145,8 @@ def gpt2_state(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         elif stem.startswith("transformer.h."):
             _, _, index, part = stem.split(".", 3)
             if part in names:  # the rest are buffers
-                turned = value.t() if part not in ("ln_1", "ln_2") and kind == "weight" else value
-                new[f"layers.{index}.{names[part]}.{kind}"] = turned
+                # Of a vector, such as the weight of a norm, `t` returns the vector.
+                new[f"layers.{index}.{names[part]}.{kind}"] = value.t() if kind == "weight" else value
     return new
 
 

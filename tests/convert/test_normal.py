@@ -70,6 +70,12 @@ def by_baddbmm_without_its_bias(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> T
     return made.view(2, 2, 4, 4).softmax(-1) @ v
 
 
+def over_queries_of_merged_heads(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    q, k, v = (t.flatten(0, 1) for t in (q, k, v))
+    weights = torch.bmm(q, k.transpose(1, 2)).view(2, 2, 4, 4).flatten(0, 1).softmax(1)
+    return torch.bmm(weights, v).view(2, 2, 4, 4)
+
+
 def of_cosines(m: Layers, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     made = F.normalize(q, dim=-1) @ F.normalize(k, dim=-1).transpose(-2, -1)
     return (made * m.w[:2].view(2, 1, 1).exp() + m.w[:4]).softmax(-1) @ v
@@ -153,6 +159,7 @@ ATTENTION: dict[str, Weigh] = {
     ),
     "of merged heads, with a bias": of_merged_heads_and_a_bias,
     "of merged heads, with a part of a bias": of_merged_heads_and_a_part_of_a_bias,
+    "over queries of merged heads": over_queries_of_merged_heads,
     "of a bias of queries": lambda m, q, k, v: (scores(q, k) + (q @ m.w[:4].outer(m.w[4:])).tanh()).softmax(-1) @ v,
     "of three dimensions": of_three_dimensions,
     "a sink": with_a_sink,
@@ -176,6 +183,7 @@ LEFT = {
     "a sum in place", "hidden by infinity", "hidden by two numbers", "a mask behind a causal one, of data",
     "a bound that is met", "a sink that is read", "baddbmm, its bias times zero",
     "of merged heads, with a part of a bias", "a soft cap and a factor of heads",
+    "over queries of merged heads",
 }  # fmt: skip
 
 
@@ -194,6 +202,18 @@ def test_attention_by_hand_is_worth_a_chain_by_itself():
         return joined(scores(q, k).softmax(-1) @ v).cos()
 
     assert operations(assert_same_recorded(Layers(spelling).double(), X)) == ["CrossAttention"]
+
+
+@pytest.mark.parametrize("operation", ["Attention", "CrossAttention"])
+def test_attention_of_torch_is_worth_a_chain_with_another_operation(operation: str):
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        parts = [(x * m.w + i).sin() for i in range(3)]
+        if operation == "Attention":
+            parts = torch.cat(parts, -1).chunk(3, -1)
+        q, k, v = (t.view(2, 4, 2, 4).transpose(1, 2) for t in parts)
+        return F.gelu(joined(F.scaled_dot_product_attention(q, k, v)))
+
+    assert operations(assert_same_recorded(Layers(spelling).double(), X)) == [operation, "GeLU"]
 
 
 def test_a_sum_in_place_within_attention_ends_no_chain():
@@ -309,6 +329,9 @@ NEARLY: dict[str, Spelling] = {
     "erf of another tensor": lambda m, x: 0.5 * m.a(x) * (1 + torch.erf(m.b(x) / 2**0.5)),
     "normalize by another norm": lambda m, x: F.normalize(m.a(x), p=1.0, dim=-1),
     "normalize of zeros": lambda m, x: F.normalize(m.a(x) * 0, dim=-1) * 8**0.5 * m.w,
+    "divided by what is no root": lambda m, x: (
+        (h := m.a(x)) / (h.square().mean(-1, keepdim=True) + 1).exp() * m.w.abs().sqrt()
+    ),
     "relu in place of what is read again": lambda m, x: (lambda h: F.relu(h, inplace=True) + h)(m.a(x)),
     "dropout in place of what is read again": lambda m, x: (lambda h: F.dropout(h, 1.0, inplace=True) + h)(m.a(x)),
     "relu in place of a view": lambda m, x: (lambda h: F.relu(h.mT, inplace=True).mT * h)(m.a(x)),

@@ -164,3 +164,8 @@ def test_the_backend_refuses_other_options(given: dict[str, Any], said: str):
     gm = torch.fx.symbolic_trace(nn.ReLU())
     with pytest.raises(sf.InputError, match=f'SF106 backend="seqfuse": {said}'):
         backend(gm, [], options=given)
+
+
+def test_a_fusion_set_is_checked_before_anything_is_captured():
+    with pytest.raises(sf.PluginError, match="SF301: fusions takes fusion classes"):
+        sf.convert(nn.ReLU(), fusions="default")  # pyright: ignore[reportArgumentType]

@@ -124,7 +124,7 @@ def _pairs_of(node: Any) -> tuple[Any] | None:
     """X of x.view(*, D / 2, 2)."""
     x = node.args[0] if spelled(node := back(node)) in _VIEWS and node.args else None
     before, after = example(x), example(node)
-    if before is None or after is None or after.ndim != before.ndim + 1 or after.shape[-1] != 2:
+    if before is None or after is None or after.shape[-1] != 2:
         return None
     return (x,) if same_shape(before.shape[:-1], after.shape[:-2]) else None
 
