@@ -101,6 +101,11 @@ class Fingerprint:
         """Whether the modules are unchanged, including attributes whose setting was not recorded."""
         return self.holds() and self._same(self._attributes_then)
 
+    def same_modules(self) -> bool:
+        """Whether the modules are unchanged, whatever was measured since."""
+        hooks = not any(self._empty) and all(self._full)
+        return hooks and self._children == self._children_then and self._same(self._attributes_then)
+
     def differs_in_switches_only(self) -> bool:
         """Whether only training flags and recipes changed: switches that are likely to be set back."""
         if self._measured is not config_version.measured:

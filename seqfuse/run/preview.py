@@ -118,12 +118,20 @@ def preview(
     plan = dataclasses.replace(plan, unmatched=tuple(_unmatched(matcher, plan)))
     if x is None or op_list.parametrized:
         return plan  # a parametrization is the user's code, which printing must not run
-    tensors = [x, *channels.values(), *parameters]
-    asked = [t.requires_grad for t in tensors]
+
+    def tensors() -> list[Any]:
+        of_model = [p for node in op_list.nodes for p in node.operation.parameters()]
+        return [(t.requires_grad, t.dtype, t.device, t.shape) for t in (x, *channels.values(), *of_model)]
+
+    planned_for = tensors()
+
+    def has_changed() -> bool:
+        """Whether the model is not that of this plan any more."""
+        return not op_list.fingerprint.same_modules() or tensors() != planned_for
 
     def measured(plan: Plan, held: Any = root) -> Memory | str | None:  # the plan keeps the model alive
-        if [t.requires_grad for t in tensors] != asked:
-            return None  # the model has changed since this plan
+        if has_changed():
+            return None
         if len(places) > 1:
             return "the parameters are on several devices"
         for stretch in (stretch for _, stretch in stretches if stretch.fusing.off != Fusing.off):
@@ -144,6 +152,8 @@ def preview(
         return dataclasses.replace(memory, saved=held[0] if plan.recomputed else memory.saved, peak=held[1])
 
     def compared(_: Plan) -> tuple[MemoryChoice, ...]:
+        if has_changed():
+            return ()
         every = {choice: planned(choice) for choice in dict.fromkeys((*MODES[:-1], HALF, MODES[-1], memory))}
         if memory != HALF and any(refusal.fusion == f"memory={HALF}" for refusal in every[HALF].refused):
             del every[HALF]  # it cannot be met: its plan is that of "least"

@@ -9,6 +9,7 @@ import pickle
 import re
 import unicodedata
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -351,11 +352,28 @@ def test_memory_is_that_of_the_environment_wherever_it_is_asked_for() -> None:
         assert inside.memory.saved_unfused == (kept(autocast) if grad else 0)
 
 
-def test_of_what_changed_since_nothing_is_said() -> None:
-    model = sf.Sequential(ops.Linear(5, 4), ops.GeLU())
+def of_other_sizes(model: sf.Sequential) -> None:
+    model[3].bias = nn.Parameter(torch.zeros(1))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda model: model[0].weight.requires_grad_(False),
+        lambda model: model.eval(),
+        lambda model: setattr(model[2], "p", 0.0),
+        lambda model: model.append(ops.Tanh()),
+        lambda model: model[1].register_forward_hook(lambda *_: None),
+        lambda model: model.double(),
+        lambda model: model.to("meta"),
+        of_other_sizes,
+    ],
+)
+def test_of_what_changed_since_nothing_is_said(change: Callable[[sf.Sequential], Any]) -> None:
+    model = sf.Sequential(ops.Linear(5, 400), ops.GeLU(), ops.Dropout(0.5), ops.Linear(400, 5))
     plan = model.plan(tensor(7, 5))
-    model[0].weight.requires_grad_(False)
-    assert plan.memory is None
+    change(model)
+    assert (plan.memory, plan.choices) == (None, ())
     assert "saved for backward" not in str(plan)
 
 
