@@ -16,6 +16,7 @@ from seqfuse.kernels._launch import INTERPRETED
 from seqfuse.ops import experts
 from seqfuse.testing import check_op, in_regime, seeded_randn
 from seqfuse.testing.judge import judge
+from tests.judging import judge_together
 from tests.selection import few_cases as few_cases
 
 from .conftest import DEVICE
@@ -183,7 +184,8 @@ def check_router(shape: str, name: str, dtype: torch.dtype, regime: str = "norma
         of = ROUTERS[name]
         return run_router(given, k, **of), by_autograd(**given, **of), by_autograd(**wide, **of)
 
-    judge(measured, 0)
+    # Under a heavy tail one score is nearly 1 in many rows, and one rounding is the error of such a row.
+    (judge_together if regime == "heavy" else judge)(measured, 0)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)

@@ -203,6 +203,7 @@ def test_flash_drops_weights_again_by_the_state_that_it_returned(monkeypatch: py
 def test_flash_drops_what_it_can(how: Any, dtype: torch.dtype, taken: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(_sdpa, "has_flash", lambda device: True)
     monkeypatch.setattr(group, "_divided", False)  # by another test
+    how = {**how}
     size = how.pop("size", D)
     scores = _attention.Scores(**{"scale": 1.0, "p": 0.5, **how})
     q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(2, H, 20, size))

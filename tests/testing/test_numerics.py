@@ -78,7 +78,7 @@ def test_rms_finds_an_error_spread_thin():
 def test_tile_finds_a_bad_tail(tile: tuple[slice | int, ...], where: str):
     f, u, r = results()
     u[0, 0] += 1  # hides the tail from max
-    f[tile] *= 1.03
+    f[tile] *= 1.05
     with pytest.raises(FusedMismatch, match=rf"tile: .* at {where}"):
         assert_fused_close(f, u, r)
 
@@ -131,7 +131,7 @@ def test_an_exact_unfused_result_leaves_the_fused_one_its_rounding():
     for dtype in (torch.float32, torch.bfloat16, torch.float16):
         u = in_regime("normal", SHAPE, 0, dtype=dtype)
         reference = u.double()
-        fused = torch.where(torch.rand(SHAPE) < 0.05, torch.nextafter(u, torch.full_like(u, math.inf)), u)
+        fused = torch.where(torch.rand(SHAPE) < 0.03, torch.nextafter(u, torch.full_like(u, math.inf)), u)
         assert_fused_close(fused, u, reference)
         assert "max" in failed_parts(u * (1 + 8 * torch.finfo(dtype).eps), u, reference)
 
@@ -353,8 +353,8 @@ def test_errors_of_other_unfused_results_count_with_those_of_the_first() -> None
     column = 1e-6 * seeded_randn((512,), 1, dtype=torch.float64)
 
     def off(size: float, seed: int) -> Tensor:
-        """The error of one number per row, times another per column."""
-        return (r + size * seeded_randn((64, 1), seed, dtype=torch.float64) * column).float()
+        """The error of a sign per row, times a number per column."""
+        return (r + size * seeded_randn((64, 1), seed, dtype=torch.float64).sign() * column).float()
 
     fused, unfused, others = off(1.0, 2), off(0.1, 3), [off(1.0, seed) for seed in (4, 5)]
     assert "tile" in failed_parts(fused, unfused, r)
