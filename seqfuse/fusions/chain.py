@@ -401,10 +401,10 @@ def chain_of(steps: Steps) -> Chain:
 
 
 def _identity(of: Any) -> Any:
-    """The key of a step's arguments; functions by identity, because they hash their source."""
+    """The key of a step's arguments: functions by identity, as they hash their source, and numbers with their sign."""
     if isinstance(of, tuple):
         return tuple(map(_identity, of))  # pyright: ignore[reportUnknownArgumentType, reportUnknownVariableType]
-    return id(of) if callable(of) else of
+    return id(of) if callable(of) else repr(of)  # 0.0 and -0.0 are equal
 
 
 class LinearBiasPointwise(ForwardFusion):

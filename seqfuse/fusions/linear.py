@@ -34,7 +34,7 @@ from ..ops import (
     Tanh,
 )
 from ..ops._mm import addmm, linear, mm
-from ..ops._parameters import parameter
+from ..ops._parameters import required
 from ..ops._tensors import may_overwrite
 from ..ops.linear import saved_linear, weight_grad
 from ._shared import as_rows, cost_in_place, dgrad, gemm_fits, linear_of, one_dtype, output_bytes, plus_in_place
@@ -194,7 +194,9 @@ class LinearBiasActOneDNN(InferenceFusion):
     def fwd(self, x: Tensor) -> Tensor:
         act, bias = self.act, self.bias
         algorithm = act.approximate if isinstance(act, GeLU) else ""
-        weight, start = parameter(self.linear, "weight"), None if bias is None else bias.read()
+        weight, start = required(self.linear, "weight"), None if bias is None else bias.read()
+        if not torch.backends.mkldnn.enabled:  # since the plan was made
+            return act.reference(linear(x, weight, start))
         return _mkldnn._linear_pointwise(x, weight, start, _POST_OPS[type(act)], [], algorithm)
 
 

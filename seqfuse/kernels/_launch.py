@@ -233,12 +233,14 @@ def _key_of(args: tuple[Any, ...]) -> tuple[int | None, tuple[Any, ...]]:
 
 
 def _identity(value: Any) -> Any:
-    """A constexpr as a key: functions by identity, numbers by value and type, because 1, 1.0 and True are equal."""
+    """A constexpr as a key: functions by identity; numbers by value, type and sign, as 1 equals True, and 0.0 -0.0."""
     if isinstance(value, tuple):
         return tuple([_identity(v) for v in value])
     if value is None or isinstance(value, str):
         return value
-    if isinstance(value, (bool, int, float)):
+    if isinstance(value, float):
+        return (float, value, math.copysign(1.0, value))
+    if isinstance(value, (bool, int)):
         return (type(value), value)
     return id(value)
 

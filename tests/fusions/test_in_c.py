@@ -121,6 +121,15 @@ def test_chains_of_factors_that_change_are_not_all_kept(monkeypatch: pytest.Monk
     assert 0 < len(chain._chains) <= 4
 
 
+def test_a_factor_of_zero_has_its_own_sign():
+    x = seeded_randn((64, 64), 0)
+    for factor in (0.0, -0.0):
+        model = sf.Sequential(ops.GeLU(), ops.Scale(factor))
+        with sf.fusing(only=["PointwiseChain"], unmeasured=True), torch.no_grad():
+            assert model.plan(x).fused == (1, 0)
+            assert torch.equal(model(x).signbit(), (torch.nn.functional.gelu(x) * factor).signbit())
+
+
 def test_parameters_that_no_kernel_reads_are_refused():
     x, other = seeded_randn((64, 128), 0), seeded_randn((64, 128), 1)
     norm = sf.Sequential(ops.RMSNorm(128, dtype=torch.float64), fusions=(NormForward,))

@@ -276,6 +276,18 @@ def test_onednn_is_used_where_nothing_needs_a_gradient():
     assert not refusals(model[0], model[1], sf.Env.of("cpu", dtype=torch.bfloat16, rows=64))
 
 
+@pytest.mark.skipif(not SUPPORTED, reason="this CPU has no bfloat16 GEMMs")
+@torch.no_grad()
+def test_onednn_is_not_used_while_it_is_off_also_by_an_earlier_plan():
+    model = sf.Sequential(ops.Linear(256, 512), ops.SiLU()).bfloat16()
+    x = seeded_randn((64, 256), 0, dtype=torch.bfloat16)
+    model(x)
+    with torch.backends.mkldnn.flags(enabled=False):
+        wanted = torch.nn.functional.silu(torch.nn.functional.linear(x, model[0].weight, model[0].bias))
+        assert torch.equal(model(x), wanted)
+    assert not torch.equal(model(x), wanted)
+
+
 @pytest.mark.parametrize(("env", "sentence"), [
     (sf.Env.of("cuda:sm_90", dtype=torch.bfloat16, rows=64), "oneDNN runs on the CPU"),
     (sf.Env.of("cpu", dtype=torch.bfloat16, autocast=torch.bfloat16, rows=64), "under autocast"),

@@ -193,6 +193,12 @@ def test_a_launch_that_compiles_differently_has_its_own_entry(gpu: Kernel, name:
     assert len(gpu.launches) == 2
 
 
+def test_a_constexpr_of_another_sign_has_its_own_entry(gpu: Kernel) -> None:
+    for zero in (0.0, -0.0, 0.0):
+        launch(gpu, 1, (BUFFER,), {"B": (zero,)})
+    assert len(gpu.launches) == 2
+
+
 def test_on_amd_tensors_in_more_than_2_gib_have_entries_of_their_own(
     gpu: Kernel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
