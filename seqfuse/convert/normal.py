@@ -107,8 +107,8 @@ def _wrong_strides(node: Node, made: torch.Tensor) -> bool:
 
 
 def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> bool:
-    """Whether a view of a call's result, or of what is made of it element by element, would fail for another tensor: in
-    the graph, or by the caller, if the graph returns it.
+    """Whether a view of a call's result, of a view of it, or of what is made of it element by element, would fail for
+    another tensor: in the graph, or by the caller, if the graph returns it.
 
     Args:
         node: the call.
@@ -116,20 +116,32 @@ def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> 
         dead: calls that do not run.
     """
     like = torch.empty_strided(numbers(made.shape), numbers(made.stride()), device="meta")
-    stack, seen = [node], {node}
+    stack: list[tuple[Node, Any]] = [(node, like)]
+    seen = {node}
     while stack:
-        for user in (alias := stack.pop()).users:
-            if spelled(user) in ("view", "view_as") and user not in dead and not _can_view(like, user):
+        alias, t = stack.pop()
+        for user in alias.users:
+            name = spelled(user)
+            if user in dead or user in seen:
+                continue
+            if name in ("view", "view_as") and not _can_view(t, user):
                 return True
-            if user.op == "output" and not like.is_contiguous():
-                e = example(alias)
-                if e is not None and e.is_contiguous():
-                    return True
+            if user.op == "output" and (e := example(alias)) is not None and e.is_contiguous() > t.is_contiguous():
+                return True
             changed = in_place(user) and user.args[:1] == (alias,)
-            if user not in seen and (changed or spelled(user) in LIKE_ITS_INPUT):
+            alike = changed or name in LIKE_ITS_INPUT
+            made_of_it = t if alike else _viewed(user, alias, t) if name in VIEWS else None
+            if made_of_it is not None:
                 seen.add(user)
-                stack.append(user)
+                stack.append((user, made_of_it))
     return False
+
+
+def _viewed(view: Node, source: Node, t: Any) -> Any:
+    """The result of a view of one tensor, or an element of several, for another, if it can be computed."""
+    with contextlib.suppress(Exception):
+        return called(view, lambda n: t if n is source else numbers((value_of(n),))[0])
+    return None
 
 
 def _can_view(t: torch.Tensor, view: Node) -> bool:

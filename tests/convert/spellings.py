@@ -375,6 +375,7 @@ short("an expanded weight", lambda m, x: F.linear(F.gelu(m.a(x)), m.w.expand(8, 
 short("a part of a bias", lambda m, x: m.b(F.gelu(torch.addmm(m.w, x[0], m.a.weight, beta=0.5))))
 short("a bias for each element", lambda m, x: m.b(F.gelu(F.linear(x.view(8, 8), m.a.weight, m.c.weight))))
 short("an added bias for each element", lambda m, x: m.b(F.gelu(torch.addmm(m.c.weight, x.view(8, 8), m.a.weight))))
+short("a vector of one bias", lambda m, x: m.c(F.silu(F.linear(x, m.a.weight, m.w[:1])) * m.b(x)))
 short("a bias of one number", lambda m, x: m.b(F.gelu(F.linear(x.view(8, 8), m.a.weight, m.w[0]))))
 short("a weight of three dimensions", lambda m, x: m.b(F.gelu(x @ m.a.weight.expand(2, 8, 8).mT)))
 short("a product of one row", lambda m, x: m.b(F.gelu(m.w @ m.a.weight.t())) * x)

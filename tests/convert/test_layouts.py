@@ -147,6 +147,17 @@ def test_all_calls_that_give_what_lies_like_their_input_are_tested():
     assert ALIKE.keys() == LIKE_ITS_INPUT
 
 
+@pytest.mark.parametrize("seen", [lambda h: h.view(-1), lambda h: h[0].view(-1), lambda h: h.chunk(2)[0].view(-1)])
+def test_queries_keys_and_values_can_be_viewed_as_in_eager_torch(seen: Callable[[Tensor], Tensor]):
+    """A chain makes them side by side, and the memory of each one is not contiguous."""
+
+    def spelling(m: Layers, x: Tensor) -> tuple[Tensor, Tensor]:
+        q, k, v = (layer(x).unflatten(-1, (2, 4)) for layer in (m.a, m.b, m.c))
+        return joined(S(*(t.transpose(1, 2) for t in (q, k, v)))), seen(k)
+
+    assert "MergedLinear" in operations(assert_same_recorded(Layers(spelling).double(), X))
+
+
 def test_a_changed_view_is_captured():
     assert_same(Layers(changes_what_may_be_a_view).double(), X)
 

@@ -285,3 +285,12 @@ def test_a_mask_of_each_window_is_one_of_attention(spelling: str):
 def test_scores_that_are_nearly_those_of_windows_are_left(spelling: str):
     x = torch.randn(6, 5, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     assert not converted(Windows(spelling), x)[1]
+
+
+def test_a_mask_without_tokens_has_no_gradient():
+    class Learned(Masked):
+        def __init__(self) -> None:
+            super().__init__(lambda x: self.bias)
+            self.bias = nn.Parameter(torch.zeros(4, 4, dtype=torch.float64))
+
+    assert_same_recorded(Learned(), torch.zeros(0, 4, 8, dtype=torch.float64))

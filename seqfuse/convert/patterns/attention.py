@@ -48,12 +48,20 @@ from .scores import CALL, scores_behind, weighs, without_maximum
 def raise_attention(node: Node) -> Found:
     """F.scaled_dot_product_attention."""
     q, k, v = arguments(node, "query", "key", "value")
+    mask = argument(node, 3, "attn_mask")
+    if (m := example(mask)) is not None and m.requires_grad and any(map(_is_empty, (q, k, v))):
+        return "torch does not read its mask, since it has no tokens"
     how: dict[str, Any] = {
         "causal": bool(argument(node, 5, "is_causal", False)),
         "dropout": argument(node, 4, "dropout_p", 0.0),
         "scale": node.kwargs.get("scale"),
     }
-    return _attention_of((q, k, v), argument(node, 3, "attn_mask"), how, node)
+    return _attention_of((q, k, v), mask, how, node)
+
+
+def _is_empty(node: Any) -> bool:
+    e = example(node)
+    return e is not None and any(same_size(size, 0) for size in e.shape)
 
 
 def _attention_of(qkv: tuple[Any, Any, Any], mask: Any, how: dict[str, Any], node: Node) -> Found:

@@ -78,12 +78,12 @@ def raise_glu(node: Node) -> Found:
 
 def merged(linears: list[Node], out: Inner) -> Raised | None:
     """The `Linear`s of one input as a `MergedLinear`, or a `Linear` where it is one."""
-    if any(spelled(p) != "linear" for p in linears):
+    if any(spelled(p) != "linear" or not isinstance(raise_linear(p), list) for p in linears):
         return None
     inputs, weights, biases = zip(*(arguments(p, "input", "weight", "bias") for p in linears), strict=True)
     x, first = back(inputs[0]), example(weights[0])
-    shapes = [w.shape for t in weights if (w := example(t)) is not None and w.ndim == 2 and is_fixed(*w.shape)]
-    if any(back(other) is not x for other in inputs) or first is None or len(shapes) != len(weights):
+    shapes = [w.shape for t in weights if (w := example(t)) is not None]
+    if any(back(other) is not x for other in inputs) or first is None:
         return None
     sizes, biased = [s[0] for s in shapes], [b is not None for b in biases]
     made = ops.MergedLinear(shapes[0][1], sizes, biased, device=META, dtype=first.dtype)
