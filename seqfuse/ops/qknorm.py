@@ -98,6 +98,8 @@ class QKNorm(sf.UnfusedOperation):
             nn.init.constant_(own, 1.0 if name.endswith("weight") and not self.zero_centered else 0.0)
 
     def reference(self, x: Tensor) -> Tensor:
+        if self._by_torch(x, self.q_weight, self.k_weight):
+            return self._layer_norms(x, self.q_weight, self.k_weight)[0]
         normed = self._normed(x, self.q_weight, self.k_weight)[0].to(x.dtype)
         heads = unflatten(x, -1, -1, self.head_dim)
         return torch.cat((normed, heads[..., self.heads + self.kv_heads :, :]), -2).flatten(-2)
