@@ -9,6 +9,7 @@ from __future__ import annotations
 import copy
 import functools
 import sys
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
@@ -69,10 +70,11 @@ def mixture(*given: Any) -> Tensor:
         return _by_expert(m)
     if is_fake(m.x):  # capturing, or counting launches and saved tensors of eager torch
         return _before(m)
-    model = _operations(m.up.shape, m.down.shape, m.experts.shape[-1], m.up_bias is not None, m.unit, m.x.dtype)
+    model, lock = _kept(m.up.shape, m.down.shape, m.experts.shape[-1], m.up_bias is not None, m.unit, m.x.dtype)
     parts = [t for t in (m.up, m.up_bias, m.down, m.down_bias) if t is not None]
     lent = dict(zip((name for name, _ in model.named_parameters()), parts, strict=True))
-    return torch.func.functional_call(model, lent, (m.x,), {"experts": m.experts, "probs": m.probs})
+    with lock:  # parameters are assigned to shared operations, which two threads must not do at once
+        return torch.func.functional_call(model, lent, (m.x,), {"experts": m.experts, "probs": m.probs})
 
 
 def _before(m: Mixture) -> Tensor:
@@ -118,7 +120,10 @@ def operations(
     )
 
 
-_operations = functools.lru_cache(64)(operations)  # for calls; a graph assigns tensors to its own operations
+@functools.lru_cache(64)
+def _kept(*of: Any) -> tuple[Sequential, threading.RLock]:
+    """`operations` for calls, with a lock; a graph assigns tensors to its own operations."""
+    return operations(*of), threading.RLock()
 
 
 def _forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import importlib
+import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, Literal
 
 import pytest
@@ -185,6 +188,26 @@ class Experts(nn.Module):
     def _apply_gate(self, x: Tensor) -> Tensor:
         gate, up = x.chunk(2, -1)
         return self.act_fn(gate) * up
+
+
+def test_threads_do_not_exchange_weights(monkeypatch: pytest.MonkeyPatch):
+    weights = [(seeded_randn((2, 16, 8), seed), seeded_randn((2, 8, 16), seed)) for seed in (1, 2)]
+    x, routed = torch.ones(3, 8), (torch.tensor([[0], [1], [1]]), torch.ones(3, 1))
+
+    def run(both: tuple[Tensor, Tensor]) -> Tensor:
+        return experts.mixture(x, *routed, both[0], None, both[1], None, ("SiLU", (), ""))
+
+    wanted = [run(both) for both in weights]
+    forward, both_are_here = sf.Sequential.forward, threading.Barrier(2)
+
+    def late(*args: Any, **kwargs: Any) -> Any:
+        with contextlib.suppress(threading.BrokenBarrierError):
+            both_are_here.wait(2)  # after the weights are assigned
+        return forward(*args, **kwargs)
+
+    monkeypatch.setattr(sf.Sequential, "forward", late)
+    with ThreadPoolExecutor(2) as threads:
+        torch.testing.assert_close([*threads.map(run, weights)], wanted)
 
 
 def test_what_stands_between_the_gemms_is_found_by_its_values():
