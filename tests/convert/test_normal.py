@@ -153,6 +153,9 @@ ATTENTION: dict[str, Weigh] = {
     "a bound": lambda m, q, k, v: (
         torch.max(scores(q, k) + causal_mask(), torch.full((), LEAST, dtype=torch.float64)).softmax(-1) @ v
     ),
+    "a bound without a mask": lambda m, q, k, v: (
+        torch.max(scores(q, k) + 1.0, torch.full((), LEAST, dtype=torch.float64)).softmax(-1) @ v
+    ),
     "a bound that is met": lambda m, q, k, v: torch.max(scores(q, k) + CAUSAL, torch.tensor(-0.1)).softmax(-1) @ v,
     "without the maximum": lambda m, q, k, v: (
         ((made := scores(q, k) * m.w[:2].view(2, 1, 1)) - made.amax(-1, keepdim=True).detach()).softmax(-1) @ v
@@ -181,7 +184,7 @@ ATTENTION: dict[str, Weigh] = {
 }
 LEFT = {
     "a sum in place", "hidden by infinity", "hidden by two numbers", "a mask behind a causal one, of data",
-    "a bound that is met", "a sink that is read", "baddbmm, its bias times zero",
+    "a bound without a mask", "a bound that is met", "a sink that is read", "baddbmm, its bias times zero",
     "of merged heads, with a part of a bias", "a soft cap and a factor of heads",
     "over queries of merged heads",
 }  # fmt: skip
