@@ -283,6 +283,13 @@ def test_channels_are_cut_into_micro_batches_as_the_batch_is(one: Any):
     assert len(made) == 2
 
 
+@pytest.mark.parametrize(("rows", "parts"), [((), 1), ((5,), 2), ((5,), 0), ((5,), -1)])
+def test_a_batch_that_has_no_equal_parts_is_refused(one: Any, rows: tuple[int, ...], parts: int):
+    staged = pipeline(model_of(), one, stages=("3.1",))
+    with pytest.raises(sf.errors.InputError, match=rf"SF101: a batch of shape .* has no {parts} equal parts"):
+        stages(staged, torch.zeros(rows), microbatches=parts)
+
+
 def test_stages_that_are_made_again_begin_with_the_first_micro_batch(one: Any):
     alone, x = model_of(dropout=0.5), batch(0, 4)[0]
     staged = pipeline(copy.deepcopy(alone), one, stages=("3",))
