@@ -415,7 +415,7 @@ def test_rounding_leaves_nothing_in_the_mean_of_a_row_of_one_number(
     tensors = {"x": one.repeat(1, columns).to(DEVICE), "dy": torch.ones(96, columns, device=DEVICE)}
     changed = mutant(norm, "squares, 0.0, rest)", "squares, 0.0, 0.0)")
     assert not run(CASES["layernorm_plain"], tensors)["y"].any()
-    assert run(CASES["layernorm_plain"], tensors, changed)["y"].abs().max() > 10
+    assert run(CASES["layernorm_plain"], tensors, changed)["y"].abs().max() > 1
 
 
 @pytest.mark.triton

@@ -119,6 +119,7 @@ def test_numbers_that_are_not_finite(value: float) -> None:
     (q, k, v), dy = drawn("causal", 0)
     q[0, 1, 20, 3] = value
     k[0, 0, 20] = k[0, 0, 20].abs()  # which make a score of infinite terms of one sign, or NaN
+    k[0, 0, 7, 3], k[0, 0, 8, 3] = 1.0, -1.0
     (y, lse), out = _forward(q, k, v, causal=True), tuple(torch.full_like(t, torch.nan) for t in (q, k, v))
     _backward(dy, q, k, v, y, lse, out, causal=True)
     (of_y, of_dq, _, of_dv), sums, _ = attention_in_torch((q, k, v), dy, {"causal": True}, torch.float64)
@@ -281,7 +282,7 @@ def test_masks_and_other_keys_are_decided_once(
     others = {"k": leaves[1], "v": leaves[2]} | {n: t for n, t in given.items() if t.requires_grad}
     exact = torch.autograd.grad(y, [leaves[0], *(others[name] for name in sorted(others))], dy.double())
     for mine, theirs in zip([found[0], *found[2:]], [y, *exact], strict=True):
-        most = 8 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
+        most = 16 * torch.finfo(dtype).eps * float(theirs.detach().abs().max())
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=most)
 
 
