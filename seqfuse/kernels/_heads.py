@@ -107,6 +107,7 @@ def spread(t: Tensor, rows: torch.Size, width: int | None = None) -> Tensor:
 
 
 _known: dict[tuple[float, int, torch.device], Tensor] = {}
+_MOST = 256  # since the base may follow the length of a sequence
 
 
 def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | None:
@@ -125,5 +126,7 @@ def frequencies_of(rotation: Rotation | None, device: torch.device) -> Tensor | 
         if type(found) is Tensor and not (on_gpu and torch.cuda.is_current_stream_capturing()):
             if on_gpu:  # the next call may be on another stream, which does not wait for this one
                 torch.cuda.current_stream(device).synchronize()
+            if len(_known) >= _MOST:
+                _known.clear()
             _known[key] = found
     return found

@@ -11,6 +11,8 @@ where torch returns NaN.
 
 from __future__ import annotations
 
+import functools
+import re
 from typing import Any, Literal, NamedTuple
 
 import triton
@@ -399,38 +401,67 @@ ACTIVATIONS = {
 }
 """Our activations by name."""
 
-_TEXTS: dict[str, Any] = dict(ACTIVATIONS)
+# By name, without numbers, of which there may be new ones in each step of a training.
+_FUNCTIONS: dict[str, Activation] = {}
 
 
 def activation_text(activation: Any) -> str:
     """The string that represents an activation in a custom op's arguments; ours are represented by their names.
 
-    Any other activation is registered with this string in this process.
+    The functions of any other activation are registered by name in this process.
     """
-    function, parts = getattr(activation.value, "fn", activation.value), _parts(activation)
+    parts = _parts(activation)
     for name, known in ACTIVATIONS.items():
         if _parts(known) == parts:
             return name
-    inner = _composed_of(activation)
-    arguments = ",".join(map(activation_text, inner) if inner else map(repr, activation.P))
-    first = text = f"{function.__module__}.{function.__qualname__}({arguments})"
-    count = 1
+    value, derivative, reads, numbers = _fields(activation)
+    function, inner = getattr(value, "fn", value), _composed_of(activation)
+    arguments = ",".join(
+        map(activation_text, inner) if inner else [repr(n.item() if hasattr(n, "item") else n) for n in numbers]
+    )
+    name, suffix, count = f"{function.__module__}.{function.__qualname__}", "", 1
     # Two functions with one name, as in a notebook, get different strings.
-    while _parts(_TEXTS.setdefault(text, Activation(*_fields(activation)))) != parts:
+    while _parts(_FUNCTIONS.setdefault(name + suffix, Activation(value, derivative, reads)))[:3] != parts[:3]:
         count += 1
-        text = f"{first}#{count}"
-    return text
+        suffix = f"#{count}"
+    return f"{name}({arguments}){suffix}"
 
 
+@functools.lru_cache(1024)
 def activation_of(text: str) -> Any:
     """The activation that a string represents.
 
     Raises:
-        ValueError: for a string that is not registered in this process.
+        ValueError: for a string whose functions are not registered in this process.
     """
-    if text not in _TEXTS:
+    if text in ACTIVATIONS:
+        return ACTIVATIONS[text]
+    found = re.fullmatch(r"([^(]+)\((.*)\)(#\d+)?", text)
+    known = None if found is None else _FUNCTIONS.get(found[1] + (found[3] or ""))
+    if found is None or known is None:
         raise ValueError(f"{text!r} is not an activation of this process; known are {', '.join(ACTIVATIONS)}")
-    return _TEXTS[text]
+    arguments = _divided(found[2])
+    if is_composed(known):
+        return composed(*map(activation_of, arguments))
+    return known._replace(P=tuple([_number(argument) for argument in arguments]))
+
+
+def _divided(text: str) -> list[str]:
+    """The parts of a text between commas that are not in parentheses."""
+    found, depth = [""] if text else [], 0
+    for letter in text:
+        depth += (letter == "(") - (letter == ")")
+        if letter == "," and not depth:
+            found.append("")
+        else:
+            found[-1] += letter
+    return found
+
+
+def _number(text: str) -> Any:
+    if text in ("True", "False"):
+        return text == "True"
+    return int(text) if re.fullmatch(r"-?\d+", text) else float(text)
 
 
 TEXTS[Activation] = Text(activation_text, activation_of, "(id({0}.value), id({0}.derivative), {0}.reads, {0}.P)")

@@ -10,6 +10,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import mpmath
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,9 +18,10 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from seqfuse.kernels import activations
+from seqfuse.kernels import _heads, activations
 from seqfuse.kernels._launch import keyed, launch
 from seqfuse.kernels.activations import apply
+from seqfuse.kernels.c import trace
 from seqfuse.kernels.norm import norm_fwd
 from seqfuse.kernels.pointwise import Chain, act, dact, pointwise
 from seqfuse.testing import assert_bitwise_equal, assert_fused_close, in_regime
@@ -127,6 +129,30 @@ def test_a_composition_has_a_name_and_is_known_by_its_text() -> None:
     other = activations.composed(activations.ACTIVATIONS["gelu"], activations.constant_factor(2.5))
     assert activations.activation_text(other) != activations.activation_text(first)
     assert activations.activation_of(activations.activation_text(other)).P == other.P
+
+
+@pytest.mark.parametrize("number", [0.25, -0.0, 1e300, -float("inf"), 3, True, np.float64(0.5)])
+def test_a_text_contains_the_numbers_and_new_ones_register_nothing(number: Any) -> None:
+    gelu, silu = activations.ACTIVATIONS["gelu"], activations.ACTIVATIONS["silu"]
+    registered: list[int] = []
+    for own in (7.5, number):
+        factor = activations.Activation(activations.scaled, activations.scaled_derivative, P=(own,))
+        within = activations.composed(gelu, activations.composed(factor, silu))
+        for one in (factor, within):
+            again = activations.activation_of(activations.activation_text(one))
+            assert again == one
+            assert str(again.P) == str(one.P).replace("np.float64(0.5)", "0.5")
+        registered.append(len(activations._FUNCTIONS))
+    assert registered[0] == registered[1]
+
+
+def test_new_numbers_are_not_all_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(_heads, "_known", {})
+    monkeypatch.setattr(_heads, "_MOST", 2)
+    for base in (10.0, 20.0, 30.0):
+        _heads.frequencies_of(_heads.Rotation("half", 4, base), torch.device("cpu"))
+    assert len(_heads._known) <= 2
+    assert None not in (trace._why_not.cache_info().maxsize, activations.activation_of.cache_info().maxsize)
 
 
 @triton.jit

@@ -354,7 +354,7 @@ def _result(function: Any, arguments: tuple[Any, ...], of: Lines) -> Number:
     return of.number(f"(float){literal(result)}")
 
 
-@functools.cache
+@functools.lru_cache(1024)  # numbers may change in each step of a training
 def _why_not(value: Any, derivative: Any, numbers: tuple[Any, ...]) -> str | None:
     for function, given in ((value, 1), (derivative, 2)):
         lines = Lines()
