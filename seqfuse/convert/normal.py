@@ -128,9 +128,11 @@ def breaks_views(node: Node, made: torch.Tensor, dead: Container[Node] = ()) -> 
                 return True
             if user.op == "output" and (e := example(alias)) is not None and e.is_contiguous() > t.is_contiguous():
                 return True
-            changed = in_place(user) and user.args[:1] == (alias,)
-            alike = changed or name in LIKE_ITS_INPUT
-            made_of_it = t if alike else _viewed(user, alias, t) if name in VIEWS else None
+            made_of_it = None
+            if name in LIKE_ITS_INPUT or (in_place(user) and user.args[:1] == (alias,)):
+                made_of_it = t
+            elif name in VIEWS or (_elements(user)[:1] == _elements(alias)[:1] != ()):
+                made_of_it = _viewed(user, alias, t)
             if made_of_it is not None:
                 seen.add(user)
                 stack.append((user, made_of_it))

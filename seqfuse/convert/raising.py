@@ -115,6 +115,8 @@ def raised(
                 last = found[-1].ends[0]
                 if _inner(found, took) & effects.returned:
                     reasons.setdefault(node, "a value between its calls leaves the model")
+                elif last not in effects.reached and any(t in effects.reached for r in found[:-1] for t in r.ends):
+                    reasons.setdefault(node, "a gradient comes back to a value between its calls, not to its result")
                 elif last not in effects.unread and effects.allow(took):
                     taken |= took
                     for r in found:

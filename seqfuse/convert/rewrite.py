@@ -310,10 +310,17 @@ def _insert(
             added.append(graph.create_node(what, target, args))
         return added[-1]
 
+    def laid_like(t: Tensor, holder: Node) -> Node:
+        if t.is_contiguous():
+            return then("call_method", "contiguous", holder)
+        order = sorted(range(t.ndim), key=t.stride, reverse=True)
+        rows = then("call_method", "contiguous", then("call_method", "permute", holder, order))
+        return then("call_method", "permute", rows, [order.index(dim) for dim in range(t.ndim)])
+
     def stand_for(node: Node, holder: Node, made: Tensor, made_by: Raised) -> None:
         e = example(node)
         if breaks_views(node, made, dead):
-            holder = then("call_method", "contiguous", holder)
+            holder = laid_like(fake(node, "meta"), holder)
         if needs and _may_save_its_result(made_by.operation) and views_are_changed(node):
             holder = then("call_method", "clone", holder)
         if e is not None and e.dtype is not made.dtype:

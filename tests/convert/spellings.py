@@ -390,7 +390,20 @@ short("an expanded input", lambda m, x: m.b(F.gelu(m.a(x[:, :1].expand(2, 4, 8))
 short("one layer three times", lambda m, x: m.a(F.gelu(m.a(F.gelu(m.a(x))))))
 short("a tensor added to itself", lambda m, x: m.b((y := m.a(x)) + y))
 
+
 # Attention.
+@spelling
+def reads_queries_of_attention_without_gradients(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = qkv(m, x)
+    return joined(S(q, k, v).detach() + q)
+
+
+@spelling
+def takes_scores_from_a_number(m: Layers, x: Tensor) -> Tensor:
+    q, k, v = qkv(m, x)
+    return m.c(joined((5 - q @ k.mT).softmax(-1) @ v))
+
+
 short("heads not put side by side", lambda m, x: S(*qkv(m, x)).reshape(2, 4, 8))
 short("as many heads as rows, not put side by side", lambda m, x: S(*qkv(m, x, 4)).reshape(2, 4, 8))
 short("elements outside of heads", lambda m, x: S(*qkv(m, x)).permute(0, 2, 3, 1).reshape(2, 4, 8))

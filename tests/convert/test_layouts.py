@@ -147,6 +147,16 @@ def test_all_calls_that_give_what_lies_like_their_input_are_tested():
     assert ALIKE.keys() == LIKE_ITS_INPUT
 
 
+@pytest.mark.parametrize("seen", [lambda y: y, lambda y: y.view(-1, 8)])
+@pytest.mark.parametrize("back", [lambda y: y.transpose(0, 1), lambda y: y.movedim(1, 0)])
+def test_a_result_that_is_turned_back_can_be_viewed_as_in_eager_torch(
+    back: Callable[[Tensor], Tensor], seen: Callable[[Tensor], Tensor]
+):
+    replayed = assert_same_recorded(Layers(lambda m, x: seen(back(turned(m, x)))).double(), X)
+    assert "Add" in operations(replayed)
+    replayed(X).view(-1)
+
+
 @pytest.mark.parametrize("seen", [lambda h: h.view(-1), lambda h: h[0].view(-1), lambda h: h.chunk(2)[0].view(-1)])
 def test_queries_keys_and_values_can_be_viewed_as_in_eager_torch(seen: Callable[[Tensor], Tensor]):
     """A chain makes them side by side, and the memory of each one is not contiguous."""

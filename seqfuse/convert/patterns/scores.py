@@ -79,7 +79,7 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
             factors.append(seen)
             hidden.clear()
         less = operands(node, "sub")
-        if less is not None and softcap is None and (not isinstance(less[1], Node) or _is_of_keys(less[1], node)):
+        if less is not None and softcap is None and _is_less(*less, node):
             node = _added_to(less, -scale, masks, factors, write)
         elif total is not None and softcap is None:
             total = total if _leads_to_gemm(total[0]) else total[::-1]
@@ -120,9 +120,11 @@ def scores_behind(node: Any, how: dict[str, Any], write: Writer) -> ScoreTerms |
     return ScoreTerms(q, k, scale, softcap, masks, factors)
 
 
-def _is_of_keys(term: Node, scores: Node) -> bool:
-    """Whether a term has a number for each key."""
-    t, e = example(term), example(scores)
+def _is_less(scores: Any, term: Any, node: Node) -> bool:
+    """Whether a difference is scores without a number, or without a tensor that has a number for each key."""
+    t, e = example(term), example(node)
+    if not isinstance(scores, Node) or not isinstance(term, Node):
+        return isinstance(scores, Node)
     return t is not None and e is not None and t.ndim > 0 and same_size(t.shape[-1], e.shape[-1])
 
 
