@@ -11,11 +11,6 @@ from torch.utils._pytree import tree_map_only
 
 from ..errors import StateError
 
-_READS = frozenset(
-    ("item", "tolist", "numpy", "__array__", "__bool__", "__float__", "__int__", "__index__", "__complex__", "cpu")
-)
-_WRITES = frozenset(("__setitem__", "__set__"))
-
 
 class Elsewhere(Tensor):
     """A `meta` tensor that represents a tensor on another rank: it has its shape, dtype and `requires_grad`, no values.
@@ -51,7 +46,8 @@ class Elsewhere(Tensor):
         named = dict(kwargs or {})
         where = _where([*args, *named.values()])
         name: str = getattr(func, "__name__", "")
-        if name in _READS or (name == "__format__" and args[1]):
+        # Of a meta tensor torch refuses these by a TypeError, and other reads by the errors below.
+        if name in ("numpy", "__array__") or (name == "__format__" and args[1]):
             raise _absent(where, name)
         # torch passes the arguments of both backward functions by name.
         if func is torch.autograd.grad or (func in _BACKWARD and named.get("inputs") is not None):
@@ -60,7 +56,7 @@ class Elsewhere(Tensor):
         if name == "__repr__":
             tensor = args[0]
             return f"Elsewhere({tuple(tensor.shape)}, {tensor.dtype}, {where})"
-        in_place = name in _WRITES or (name.endswith("_") and not name.startswith("__"))
+        in_place = name == "__setitem__" or (name.endswith("_") and not name.startswith("__"))
         for tensor in (args[0] if in_place and args else None, named.get("out")):
             if isinstance(tensor, Tensor) and not tensor.is_meta:
                 raise _absent(where, f"{name} into a tensor of this rank")

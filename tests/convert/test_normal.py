@@ -221,10 +221,12 @@ def test_attention_of_torch_is_worth_a_chain_with_another_operation(operation: s
 
 def test_a_sum_in_place_within_attention_ends_no_chain():
     def spelling(m: Layers, x: Tensor) -> Tensor:
-        q, k, v = qkv(m, F.layer_norm(x, (8,), m.w))
+        h = F.layer_norm(x, (8,), m.w)
+        summed = h.cumsum(1)  # no part of the chain, and before the sum in place
+        q, k, v = qkv(m, h)
         made = scores(q, k)
         made += m.w[:4]
-        return x + m.c(joined((made * m.w[:2].view(2, 1, 1)).softmax(-1) @ v))
+        return x + m.c(joined((made * m.w[:2].view(2, 1, 1)).softmax(-1) @ v)) + summed
 
     replayed = assert_same(Layers(spelling).double(), X)
     (region,) = replayed.graphs[0].regions

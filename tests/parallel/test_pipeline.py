@@ -5,6 +5,7 @@ import time
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -273,7 +274,8 @@ def reading_the_loss_elsewhere_raises() -> None:
         return
     for read in (
         lambda: loss.item(), lambda: float(loss), lambda: f"{loss:.3f}", lambda: bool(loss > 0), lambda: loss.tolist(),
-        lambda: loss.numpy(), lambda: loss.cpu(), lambda: torch.zeros(()).copy_(loss),
+        lambda: loss.numpy(), lambda: loss.cpu(), lambda: torch.zeros(()).copy_(loss), lambda: np.asarray(loss),
+        lambda: int(loss), lambda: complex(loss), lambda: range(loss.long()),
         lambda: torch.zeros(1).add_(loss),
     ):  # fmt: skip
         with pytest.raises(sf.errors.StateError, match=r"(?s)SF508.*in stage 2 on rank 2.*everywhere"):
@@ -425,6 +427,26 @@ def other_modules_and_parametrizations_take_part() -> None:
     assert ("1.running_mean" in staged.state_dict()) == (dist.get_rank() == 0)
 
 
+def the_default_device_of_torch_makes_no_difference() -> None:
+    alone = model_of(dropout=0.5)
+    staged = staged_of(alone)
+    x, target = batch(0)
+
+    def stepped(model: nn.Module) -> Tensor:
+        torch.manual_seed(2)
+        loss = nn.functional.mse_loss(model(x), target)
+        loss.backward()
+        return loss
+
+    expected = stepped(alone)
+    with torch.device("meta"):
+        loss = stepped(staged)
+        assert torch.equal(everywhere(loss, staged), expected)
+        norm = clip_grad_norm_(staged, 1e9)
+    same_gradients(staged, alone)
+    torch.testing.assert_close(norm, nn.utils.get_total_norm(p.grad for p in alone.parameters()))
+
+
 def every_loss_is_written_once() -> None:
     staged = staged_of(model_of())
     x, target = batch(0)
@@ -455,6 +477,7 @@ THREE = [
     the_plan_is_equal_on_every_rank, a_wrong_input_is_an_error_on_every_rank, shapes_that_depend_on_numbers_are_told,
     under_autocast, a_bias_that_is_not_there_is_not_one_that_is_elsewhere,
     other_modules_and_parametrizations_take_part, every_loss_is_written_once,
+    the_default_device_of_torch_makes_no_difference,
 ]  # fmt: skip
 
 

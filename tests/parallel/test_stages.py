@@ -9,12 +9,14 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 import seqfuse as sf
 from seqfuse import ops
 from seqfuse.parallel import clip_grad_norm_, everywhere, parallelize, pipeline, stages
 from seqfuse.parallel.remote_tensor import Elsewhere
+from seqfuse.parallel.transfer import nodes
 from tests.parallel.kit import (
     batch,
     block,
@@ -40,6 +42,7 @@ def test_one_rank_has_all_stages_and_sends_nothing(one: Any, monkeypatch: pytest
     staged = pipeline(copy.deepcopy(alone), one, stages=("2.1", "3.4"))
     same_as_alone(staged, alone)
     assert set(staged.state_dict()) == set(alone.state_dict())
+    assert "stage 2 begins here; both are on rank 0" in str(staged.plan(batch(0)[0]))
     again = copy.deepcopy(staged)
     same_as_alone(again, alone)
 
@@ -79,6 +82,7 @@ class Pair(sf.FusableOperation):
             r"no stage can begin at '1.net': '1' runs through its own call \(not an operation of this library\)",
         ),
         (("2.second",), r"no stage can begin at '2.second'"),
+        (("0.bias",), r"no stage can begin at '0.bias'(\n|$)"),
     ],
     ids=str,
 )
@@ -149,6 +153,46 @@ def test_refuses_meshes_stages_and_names_that_do_not_fit(two_pretended: Any):
     norms[1].running_var = norms[0].running_var
     with pytest.raises(sf.errors.PlanError, match=r"BatchNorm1d\): its running_var is in stages 0 and 1, which are on"):
         pipeline(sf.Sequential(ops.Linear(4, 6), norms[0], ops.Tanh(), norms[1]), two_pretended, stages=("2",))
+
+
+def test_a_mesh_needs_no_names(one: Any):
+    staged = pipeline(model_of(), init_device_mesh("cpu", (1,)), stages=2)
+    assert staged._fuser.placement.name == "pipeline"
+
+
+@pytest.mark.parametrize(
+    ("call", "got"),
+    [
+        (lambda staged, x: staged(x.tolist()), "list"),
+        (lambda staged, x: staged(x.as_subclass(type("Named", (Tensor,), {}))), "Named on cpu"),
+        (lambda staged, x: torch.func.vmap(staged)(x[None]), "Tensor on cpu"),
+        (lambda staged, x: torch.func.functional_call(staged, {}, x.to("meta")), "Tensor on meta"),
+    ],
+    ids=["a list", "a subclass", "vmap", "meta"],
+)
+def test_a_model_in_stages_takes_plain_tensors_alone(one: Any, call: Any, got: str):
+    staged = pipeline(model_of(), one, stages=2)
+    with pytest.raises(sf.errors.InputError, match=rf"SF105.*neither compiled nor transformed, got {got}\n"):
+        call(staged, batch(0)[0])
+
+
+def test_a_boundary_runs_in_the_model_that_it_cuts_alone(one: Any):
+    staged = pipeline(model_of(), one, stages=("2",))
+    with pytest.raises(sf.errors.PlanError, match=r"SF202.*Boundary.*runs only in the whole model.*\nHint: keep"):
+        staged.boundary1(batch(0)[0])
+
+
+class Unsqueezed(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.reshape(*[1] * 15, *x.shape)
+
+
+def test_a_tensor_of_many_dimensions_is_not_told(one: Any):
+    staged = pipeline(sf.Sequential(ops.Linear(4, 6), Unsqueezed(), ops.Linear(6, 3)), one, stages=("2",))
+    assert staged(torch.zeros(5, 4)).ndim == 17
+    told = pipeline(sf.Sequential(Unsqueezed(), ops.Linear(4, 3)), one, stages=("1",), shapes="broadcast")
+    with pytest.raises(sf.errors.PlanError, match="SF202: a stage cannot pass on a tensor of 17 dimensions"):
+        told(torch.zeros(5, 4))
 
 
 def test_only_a_tensor_of_the_last_stage_is_taken_everywhere(two_pretended: Any):
@@ -222,7 +266,7 @@ def test_numbers_of_another_rank_cannot_be_written_into_a_tensor_of_this_one():
     with pytest.raises(sf.errors.StateError, match="SF508: add into a tensor of this rank"):
         torch.add(there, 1, out=here)
     with pytest.raises(sf.errors.StateError, match="on rank 1"):
-        there.item()
+        there[0].item()
 
 
 @torch.library.custom_op("seqfuse_tests::as_many_as_it_says", mutates_args=())
@@ -259,6 +303,19 @@ def test_gradients_of_some_tensors_of_another_rank_are_refused_however_they_are_
     there.sum().backward()
 
 
+def test_each_node_of_a_graph_is_visited_once():
+    leaf = torch.ones((), requires_grad=True)
+    deep = leaf
+    for _ in range(9):
+        deep = deep + deep
+    assert len([*nodes(deep)]) == 10
+
+
+def test_a_transfer_that_fails_without_a_message_is_named_by_its_error(one: Any):
+    error = pipeline(model_of(), one, stages=2)._fuser.placement.failed("sending", RuntimeError())
+    assert str(error).startswith("SF509: sending in group 'pp' failed: RuntimeError()\nHint: a rank that failed")
+
+
 def total(inputs: Tensor) -> Tensor:
     if torch.overrides.has_torch_function((inputs,)):
         return torch.overrides.handle_torch_function(total, (inputs,), inputs=inputs)
@@ -279,8 +336,11 @@ def test_stages_of_one_rank_may_share_a_parameter(one: Any):
 
 def test_channels_are_cut_into_micro_batches_as_the_batch_is(one: Any):
     staged = pipeline(sf.Sequential(ops.Linear(4, 6), ops.Tanh(), ops.Add("given")).double(), one, stages=("1",))
-    made = stages(staged, batch(0, 4)[0], microbatches=2, given=torch.ones(4, 6, dtype=torch.float64))
-    assert len(made) == 2
+    x, given = batch(0, 4)[0], torch.ones(4, 6, dtype=torch.float64)
+    made = stages(staged, x.to("meta"), microbatches=2, given=given)
+    assert [stage.device.type for stage in made] == ["cpu", "cpu"]
+    with pytest.raises(sf.errors.InputError, match=r"SF103.*reads channel 'given'"):
+        stages(staged, x, microbatches=2)
 
 
 @pytest.mark.parametrize(("rows", "parts"), [((), 1), ((5,), 2), ((5,), 0), ((5,), -1)])
