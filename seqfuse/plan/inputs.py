@@ -164,8 +164,9 @@ def dtypes_of(
     `None` from the first position that cannot run on them.
     """
     key = _known_by(nodes, positions, x, channels)
-    if key in _known_dtypes:
-        return _known_dtypes[key]
+    known = _known_dtypes.get(key)
+    if known is not None:
+        return known
     found: list[torch.dtype | None] = []
     fake = is_fake(x)
     # Dispatch modes that count operators must not count this run, which finds out dtypes only.
