@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Sequence
 from typing import Any
 
@@ -111,6 +112,18 @@ def test_a_dropout_changes_its_input_whether_that_is_said_by_place_or_by_name():
     for calls, expected in ((said, True), (unsaid, False)):
         for rest, named in calls:
             assert in_place(graph.call_function(F.dropout, (x, *rest), named)) == expected
+
+
+IN_PLACE = {name for name in dir(operator) if name[0] == "i" and hasattr(operator, f"__{name[1:]}__")} - {"iconcat"}
+
+
+@pytest.mark.parametrize("name", sorted({*IN_PLACE, "setitem"}))
+def test_an_operator_in_place_changes_its_first_operand(name: str):
+    graph = Graph()
+    x = graph.placeholder("x")
+    assert in_place(graph.call_function(getattr(operator, name), (x, 1)))
+    assert in_place(graph.call_method(f"__{name}__", (x, 1)))
+    assert not in_place(graph.call_function(getattr(operator, f"__{name[1:]}__", operator.getitem), (x, 1)))
 
 
 def drops_weights(m: Layers, x: Tensor) -> Tensor:

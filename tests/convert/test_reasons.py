@@ -10,9 +10,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from transformers.activations import NewGELUActivation
+from transformers.pytorch_utils import Conv1D
 
 import seqfuse as sf
 from seqfuse.convert.launches import Before, Launches
+from seqfuse.convert.reasons import kind_of_module
 from seqfuse.convert.region import CapturedRegion
 from seqfuse.testing import seeded_randn
 
@@ -263,6 +266,20 @@ def test_a_recurrent_layer_that_dynamo_leaves_is_named():
     model(X.float())
     left = {(one.kind, one.module) for one in (*conversion.left, *(one for g in conversion.graphs for one in g.left))}
     assert ("recurrent layer", "lstm") in left
+
+
+@pytest.mark.parametrize(
+    ("module", "kind"),
+    [
+        (nn.Linear(2, 2), "GEMM"), (nn.Bilinear(2, 2, 2), "GEMM"), (Conv1D(2, 2), "GEMM"),
+        (nn.ConvTranspose2d(2, 2, 1), "convolution"), (nn.GRU(2, 2), "recurrent layer"),
+        (nn.GRUCell(2, 2), "recurrent layer"), (nn.BatchNorm1d(2), "norm"), (nn.GELU(), "activation"),
+        (NewGELUActivation(), "activation"), (nn.Embedding(2, 2), None), (nn.Dropout(), None),
+    ],
+    ids=lambda given: type(given).__name__ if isinstance(given, nn.Module) else str(given),
+)  # fmt: skip
+def test_a_module_that_no_graph_contains_has_a_kind(module: nn.Module, kind: str | None):
+    assert kind_of_module(module) == kind
 
 
 @pytest.mark.parametrize("rows", [7, 12, 32])
