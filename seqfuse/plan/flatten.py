@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from typing import Any
 from unittest.mock import ANY  # equals everything
 
@@ -102,23 +102,24 @@ class Fingerprint:
         return self.holds() and self._same(self._attributes_then)
 
     def same_modules(self) -> bool:
-        """Whether the modules are unchanged, whatever was measured since."""
-        hooks = not any(self._empty) and all(self._full)
-        return hooks and self._children == self._children_then and self._same(self._attributes_then)
+        """Whether the modules are unchanged; measurements, the fusion set and the choice of memory may differ."""
+        same = self._same(self._switched({"fusions", "memory", *OWN}))
+        return same and self._children == self._children_then and not any(self._empty) and all(self._full)
 
     def differs_in_switches_only(self) -> bool:
         """Whether only training flags and recipes changed: switches that are likely to be set back."""
         if self._measured is not config_version.measured:
             return False
-        pairs = zip(self._now(), self._attributes_then, strict=True)
-        rest = self._same([_switched(then, now.__dict__) for now, then in pairs])
+        rest = self._same(self._switched({"training", "recipe"}))
         return rest and self._children == self._children_then and not any(self._empty) and all(self._full)
 
-
-def _switched(then: Mapping[str, Any], now: Mapping[str, Any]) -> dict[str, Any]:
-    """The earlier attributes with the current values of the switches."""
-    switches = {"training", "recipe"}
-    return {n: held[n] for held in (then, now) for n in held if (n in switches) is (held is now)}
+    def _switched(self, switches: Collection[str]) -> list[dict[str, Any]]:
+        """The earlier attributes of all modules with the current values of the switches."""
+        pairs = zip(self._attributes_then, [m.__dict__ for m in self._now()], strict=True)
+        return [
+            {n: held[n] for held in (then, now) for n in held if (n in switches) is (held is now)}
+            for then, now in pairs
+        ]
 
 
 # For a torch module the name of the equivalent operation: the engine imports no operations.

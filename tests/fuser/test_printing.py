@@ -377,6 +377,13 @@ def test_of_what_changed_since_nothing_is_said(change: Callable[[sf.Sequential],
     assert "saved for backward" not in str(plan)
 
 
+def test_another_choice_of_memory_and_fusions_changes_nothing_that_a_plan_says() -> None:
+    model = sf.Sequential(ops.Linear(5, 400), ops.GeLU(), ops.Dropout(0.5), ops.Linear(400, 5))
+    said, plan = str(model.plan(tensor(7, 5))), model.plan(tensor(7, 5))
+    model.memory, model.fusions = "lean", PAIR
+    assert str(plan) == said
+
+
 def test_products_of_attention_are_counted() -> None:
     model = sf.Sequential(ops.Attention(2, causal=True))
     plan = model.plan(tensor(3, 16, 3 * 2 * 8).float())
