@@ -22,13 +22,13 @@ from ..quantized import COLUMNS, Quantize, Quantized
 from ._shared import as_one_activation, factors_of, functions_fit, kernels_read, own_records, sum_dtype, with_parameters
 from .norm import (
     NormRecord,
+    bias_gradient,
     gives_own,
     gradients_of,
     is_worthwhile,
     norm_bwd_to,
     norm_fits,
     norm_to,
-    parameter_gradients,
     run_decided,
     run_norm,
     run_norm_bwd,
@@ -128,7 +128,7 @@ class BlockBoundaryBackward(BackwardFusion):
             return as_quantized(out.codes, wanted, dy.shape, dtype or norm.x.dtype, dy.device), grads
         before = not needs.isdisjoint(_BEFORE)
         if not before and "norm.weight" not in needs:
-            return None, parameter_gradients(self.norm, dy, norm, needs)
+            return None, bias_gradient(self.norm, dy, norm)
         weight = norm.weight if before else None
         cast = dtype is not None and dtype is not norm.x.dtype
         key = needs, weight is not None, d_fork_out is not None, seed is not None
@@ -250,11 +250,12 @@ def experts_bwd(
 ) -> tuple[Tensor | None, Grads]:
     """The gradients of a norm whose input sums rows of experts: of these rows, and of other tensors by name."""
     streams = "add.other" in needs
-    if not (streams or around["dpairs"] or "dfactors" in around):
-        return None, parameter_gradients(norm, dy, saved, needs)
+    before = streams or around["dpairs"] or "dfactors" in around
+    if not before and "norm.weight" not in needs:
+        return None, bias_gradient(norm, dy, saved)
     mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
-    given = dy, saved.x, mean, saved.rstd, saved.weight, None, needs
-    out, grads = run_norm_bwd(norm, *given, dx=streams, dstream=dstream, **around)
+    given = dy, saved.x, mean, saved.rstd, saved.weight if before else None, None, needs
+    out, grads = run_norm_bwd(norm, *given, dx=streams, dstream=dstream, **(around if before else {}))
     if streams:
         grads["add.other"] = out.dx
     if out.dfactors is not None:

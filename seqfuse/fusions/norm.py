@@ -101,7 +101,7 @@ class NormBackward(BackwardFusion):
         self, dy: Tensor, *, norm: NormRecord, d_fork_out: Tensor | None = None, needs: frozenset[str]
     ) -> tuple[Tensor | None, Grads]:
         if "x" not in needs and "norm.weight" not in needs:
-            return None, parameter_gradients(self.norm, dy, norm, needs)
+            return None, bias_gradient(self.norm, dy, norm)
         weight, dstream = norm.weight if "x" in needs else None, d_fork_out
         key = needs, weight is not None, dstream is not None
         return self.decided(key, gradients_of, self.norm, *key)(dy, norm, weight, dstream)
@@ -308,18 +308,9 @@ def _sums_of(norm: LayerNorm | RMSNorm, needs: frozenset[str]) -> dict[str, Any]
     return {f"d{name}": owner.dtype for name, owner in owners.items() if owner is not None}
 
 
-def parameter_gradients(
-    norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord, needs: frozenset[str]
-) -> dict[str, Tensor | None]:
-    """The needed gradients of the slot `norm`, by name, where no operation before the norm needs a gradient.
-
-    Without the weight's gradient `Saved` is empty, and the operation computes the bias gradient.
-    """
-    if "norm.weight" not in needs:
-        bias: Any = norm.bwd(dy, saved, needs=frozenset({"bias"}))[1]["bias"]  # pyright: ignore[reportArgumentType]
-        return {"norm.bias": bias}
-    mean = saved.mean if isinstance(saved, LayerNorm.Saved) else None
-    return run_norm_bwd(norm, dy, saved.x, mean, saved.rstd, None, None, needs, dx=False)[1]
+def bias_gradient(norm: LayerNorm | RMSNorm, dy: Tensor, saved: NormRecord) -> dict[str, Tensor | None]:
+    """The gradient of the norm's bias, where no other is needed: `Saved` is empty then, and the kernels read it."""
+    return {"norm.bias": norm.bwd(dy, saved, needs=frozenset({"bias"}))[1]["bias"]}  # pyright: ignore
 
 
 def gradients_of(

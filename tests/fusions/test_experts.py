@@ -28,6 +28,7 @@ from seqfuse.fusions import (
     experts,
 )
 from seqfuse.ops import _grouped, grouped
+from seqfuse.saved import copied
 from seqfuse.testing import check_fusion, seeded_randn
 from seqfuse.testing.cases import Case, Specimen
 from seqfuse.testing.judge import judge
@@ -107,6 +108,18 @@ def test_experts_are_summed_where_the_next_norm_begins(
     given = {"h": seeded_randn((40, 5), 2), **ordered(40, top_k)}
     given |= {} if unpermute.probs is None else {"probs": seeded_randn((40, top_k), 1)}
     check_fusion(fusion, seeded_randn((40, top_k, 5), 0), *listed, dtypes=dtypes, **given)
+
+
+def test_only_the_parameters_of_a_norm_behind_experts_need_gradients():
+    of_rows = ops.Unpermute(None).fwd(seeded_randn((40, 3, 5), 0), **ordered(40, 3))[1]
+    for norm in NORMS:
+        _, record = norm.fwd(seeded_randn((40, 5), 2))
+        kept = copied(record, [name for name in record.fields if name != "weight"])
+        fusion: Any = UnpermuteBoundaryBackward(unpermute=ops.Unpermute(None), add=ops.Add("h"), fork=None, norm=norm)
+        names, dy = [name for name, _ in norm.named_parameters()], seeded_randn((40, 5), 3)
+        _, grads = fusion.bwd(dy, unpermute=of_rows, norm=kept, needs=frozenset(f"norm.{name}" for name in names))
+        expected = norm.bwd(dy, record, needs=frozenset(names))[1]
+        torch.testing.assert_close([grads[f"norm.{name}"] for name in names], [expected[name] for name in names])
 
 
 @pytest.mark.parametrize(
