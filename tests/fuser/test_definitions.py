@@ -74,6 +74,9 @@ BAD: dict[str, list[tuple[list[str], str]]] = {
             "what the engine asks is called saves here, not save",
         ),
         (["bias: ops.Bias", '! layout = "contiguous"', FWD], "inner_contig"),
+        (["bias: ops.Bias", '! kernels = ("cuda",)', FWD], 'kernels is a tuple of "triton" and "c"'),
+        (["bias: ops.Bias", '! kernels = "triton"', FWD], 'kernels is a tuple of "triton" and "c"'),
+        (["! bias: list[int]", FWD], "slot 'bias' has type list[int], which is not an operation class"),
     ],
     "FusedOperation": [
         (
