@@ -84,7 +84,11 @@ def clip_grad_norm_(
     if not parameters:
         return torch.zeros(())
     dtype = functools.reduce(torch.promote_types, {p.dtype for p in parameters})
-    norms = torch.zeros(len(parameters), dtype=dtype, device=own[0].device if own else "cpu")
+    fusers = [vars(module).get("_fuser") for module in model.modules()]
+    pipelined = [fuser for fuser in fusers if isinstance(fuser, StagedFuser)]
+    # A rank whose stages have no parameters takes part on the device of its input.
+    devices = [*(p.device for p in own), *(fuser.device for fuser in pipelined if fuser.device is not None)]
+    norms = torch.zeros(len(parameters), dtype=dtype, device=devices[0] if devices else "cpu")
     # By identity, since wrappers such as checkpoint_wrapper change names.
     shards = {id(m._parameters[name]): shard for _, m, name, shard in sharded_parameters(model)}  # pyright: ignore[reportPrivateUsage]
     for index, parameter in enumerate(parameters):
@@ -93,8 +97,7 @@ def clip_grad_norm_(
             norms[index] = norm.full_tensor() if hasattr(norm, "full_tensor") else norm
             if id(parameter) in shards:
                 norms[index] = _whole_norm(norms[index], shards[id(parameter)], norm_type)
-    fusers = [vars(module).get("_fuser") for module in model.modules()]
-    for placement in {fuser.placement for fuser in fusers if isinstance(fuser, StagedFuser)}:
+    for placement in {fuser.placement for fuser in pipelined}:
         try:
             dist.all_reduce(norms, group=placement.group)  # pyright: ignore[reportUnknownMemberType]
         except RuntimeError as error:

@@ -327,6 +327,17 @@ def test_other_functions_may_have_inputs_of_another_rank():
     assert isinstance(total(inputs=there), Elsewhere)
 
 
+def test_a_rank_without_parameters_takes_part_in_a_norm_on_the_device_of_its_input(
+    one: Any, monkeypatch: pytest.MonkeyPatch
+):
+    model: Any = pipeline(model_of(), one, stages=2).to("meta")
+    model._fuser.device = torch.device("meta")
+    reduced: list[Tensor] = []
+    monkeypatch.setattr(dist, "all_reduce", lambda t, group: reduced.append(t))
+    clip_grad_norm_(model, 1.0)
+    assert [t.device.type for t in reduced] == ["meta"]
+
+
 def test_stages_of_one_rank_may_share_a_parameter(one: Any):
     model = model_of()
     model[2][4].weight = model[3][4].weight
