@@ -104,7 +104,7 @@ class Scaled(nn.Module):
         for name, t in kept.items():
             moved = cast(Tensor, self._buffers[name])
             moved = moved if moved.dtype is torch.float32 else t.to(moved.device)
-            if t.is_meta and not moved.is_meta:
+            if t.is_meta:
                 moved = moved.fill_(1.0 if name.endswith("_scale") else 0.0)
             self._buffers[name] = moved
         return self

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
 from torch.utils import checkpoint
 
 import seqfuse as sf
@@ -210,10 +211,12 @@ def test_checkpoints_of_other_models_load():
     given = {f"0.{name}": t for name, t in plain.state_dict().items()}
     model.recipe = SHORT
     with torch.no_grad():
-        model[0].get_buffer("x_scale").fill_(3)
+        for kept in ("x_scale", "x_amax_history"):
+            model[0].get_buffer(kept).fill_(3)
     with pytest.warns(UserWarning, match="scales start at 1"):
         model.load_state_dict(given, strict=True)
     assert model[0].get_buffer("x_scale") == 1
+    assert not model[0].get_buffer("x_amax_history").any()
     trained_one = sf.Sequential(ops.Linear(32, 48), recipe=Float8DelayedScaling(history=7))
     trained(trained_one, range(3))
     state = trained_one.state_dict()
@@ -231,6 +234,7 @@ def test_checkpoints_of_other_models_load():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         two().load_state_dict(two().state_dict(), strict=True)
+        two(None).load_state_dict(two(None).state_dict(), strict=True)
 
 
 def test_buffers_stay_float32_and_odd_sizes_and_excluded_operations_have_none():
@@ -249,13 +253,16 @@ def test_buffers_stay_float32_and_odd_sizes_and_excluded_operations_have_none():
     with pytest.raises(RuntimeError, match="out of memory"):
         model._apply(fails)
     assert torch.equal(model[1].get_buffer("dy_scale"), scale)
-    for lone, size in ((ops.Linear(32, 32), 8), (ops.Linear(32, 33), 2)):
+    for lone, size in ((ops.Linear(32, 32), 8), (ops.Linear(32, 33), 2), (ops.Linear(0, 32, device="meta"), 2)):
         lone.recipe = SHORT  # pyright: ignore[reportAttributeAccessIssue]
         assert len(lone.state_dict()) == size
     out = ops.Linear(32, 32)
     out.recipe = None  # pyright: ignore[reportAttributeAccessIssue]
     nested = sf.Sequential(sf.Sequential(ops.Linear(32, 32)), ops.Linear(32, 33), out, recipe=SHORT)
     assert [name for name, _ in nested.named_buffers() if name.endswith("x_scale")] == ["0.0.x_scale"]
+    for absent in (two().to("meta", torch.float16), sf.Sequential(ops.Linear(32, 32, device="meta"), recipe=SHORT)):
+        kept = [t for name, t in absent.named_buffers() if name.endswith(("scale", "history"))]
+        assert {(t.device.type, t.dtype) for t in kept} == {("meta", torch.float32)}
     empty = two().to("meta").to_empty(device="cpu")
     assert empty[1].get_buffer("x_scale") == 1
     assert not empty[1].get_buffer("x_amax_history").any()
@@ -315,6 +322,26 @@ def test_a_module_that_is_appended_gets_its_scales_in_its_first_call():
         plain = two(None)
         trained(plain, range(2))
     assert plain[1].get_buffer("x_scale") > 1
+    with sf.low_precision(Float8DelayedScaling(history=7)):
+        plain(seeded_randn((4, 32), 0))
+    assert len(plain[1].get_buffer("x_amax_history")) == 7
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_calls_without_tokens_or_without_data_record_nothing(dtype: torch.dtype):
+    model = two().to(dtype)
+    model(torch.zeros(0, 32, dtype=dtype)).sum().backward()
+    assert not any(t.any() for name, t in model.named_buffers() if name.endswith(("x_amax_history", "dy_amax_history")))
+    before = copy.deepcopy(model.state_dict())
+    plan = model.plan(torch.zeros(4, 32, dtype=dtype, device="meta"))
+    assert "quantize e4m3 per tensor, delayed: x at" in str(plan)
+    absent = copy.deepcopy(model).to("meta")
+    y = absent(torch.zeros(4, 32, dtype=dtype, device="meta"))
+    y.sum().backward()
+    assert (y.dtype, y.shape) == (dtype, (4, 48))
+    with FakeTensorMode(allow_non_fake_inputs=True):
+        model(torch.zeros(4, 32, dtype=dtype)).sum().backward()
+    assert_bitwise_equal(model.state_dict(), before)
 
 
 def test_what_does_not_see_scales_says_so():

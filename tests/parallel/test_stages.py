@@ -381,6 +381,13 @@ def test_what_stands_for_a_stage_has_a_gradient_only_where_gradients_are_recorde
         assert {t.requires_grad for t in leaving} == {recorded}
 
 
+def test_regions_of_a_stage_that_get_the_same_shapes_have_their_own(one: Any):
+    model = sf.Sequential(ops.Linear(4, 6), ops.Tanh(), nn.GELU(), ops.Transpose(-1, -2)).double()
+    staged = pipeline(model, one, stages=("1",))
+    (leaving,) = staged._fuser.infer(batch(0)[0], {})[-1]
+    assert leaving.shape == (6, 5)
+
+
 def test_the_norm_of_nothing_is_zero():
     assert clip_grad_norm_(nn.Tanh(), 1.0) == 0
 
