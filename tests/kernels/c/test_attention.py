@@ -169,15 +169,28 @@ def test_attention_is_what_it_is_without(
     monkeypatch.setattr(_attention_on_cpu, "_known", {})
     monkeypatch.setattr(_attention, "C_ATTENTION_WORTHWHILE", 0)
 
-    def passes(of: torch.dtype, seed: int) -> dict[str, Tensor | None]:
+    def given(of: torch.dtype, seed: int) -> tuple[Tensor, Tensor, dict[str, Tensor]]:
         x, dy = (seeded_randn((2, 83, n * 8), n + 100 * seed).to(dtype).to(of) for n in (heads + 2 * kv_heads, heads))
         m, inputs = seeded_randn((2, 1, 83, 83), 7 + seed), dict[str, Tensor]()
         if mask is not None:
             inputs["attn_mask"] = m > -1 if mask == "bool" else m.to(of)
+        return x, dy, inputs
+
+    def passes(of: torch.dtype, seed: int) -> dict[str, Tensor | None]:
+        x, dy, inputs = given(of, seed)
         needs = frozenset({"x", "attn_mask"}) if mask == "float" else frozenset({"x"})
         y, saved = op.fwd(x, seed=SEED, **inputs)
         dx, other = op.bwd(dy, saved, needs=needs)
         return {"y": y, "dx": dx, **{name: t for name, t in other.items() if isinstance(t, Tensor)}}
+
+    def by_autograd(seed: int) -> list[dict[str, Tensor]]:
+        """The formula in the same dtype, whose roundings are others: one of a score reaches a whole row."""
+        x, dy, inputs = given(dtype, seed)
+        needed = {"dx": x.requires_grad_()}
+        if mask == "float":
+            needed["attn_mask"] = inputs["attn_mask"].requires_grad_()
+        y = op.reference(x, seed=SEED, **inputs)
+        return [{"y": y.detach(), **dict(zip(needed, torch.autograd.grad(y, [*needed.values()], dy), strict=True))}]
 
     def measure(seed: int) -> tuple[Any, Any, Any]:
         calls.clear()
@@ -190,7 +203,7 @@ def test_attention_is_what_it_is_without(
         assert not calls
         return mine, theirs, exact
 
-    judge(measure, 0)
+    judge(measure, 0, others=by_autograd)
 
 
 def without_c(monkeypatch: pytest.MonkeyPatch) -> None:
