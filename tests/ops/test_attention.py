@@ -475,3 +475,55 @@ def test_a_trace_of_a_step_keeps_its_draws() -> None:
         wanted = model(x)
         torch.manual_seed(seed)
         torch.testing.assert_close(traced(x), wanted)
+
+
+def of_strides(x: Tensor) -> Tensor:
+    """The same numbers, with rows that lie further apart."""
+    return torch.cat((x, x), -1)[..., : x.shape[-1]]
+
+
+# One attention after another that differs in one thing.
+AFTER: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "heads": ({"heads": 4, "kv_heads": 2}, {"heads": 2, "kv_heads": 2}),
+    "key heads": ({"heads": 4, "kv_heads": 4}, {"heads": 4, "kv_heads": 2}),
+    "causal": ({}, {"causal": True}),
+    "window": ({"causal": True}, {"causal": True, "window": 3}),
+    "softcap": ({}, {"softcap": 0.5}),
+    "scale": ({}, {"scale": 2.0}),
+    "p": ({"dropout": 0.1}, {"dropout": 0.5}),
+    "dtype": ({}, {"dtype": torch.bfloat16}),
+    "strides": ({}, {"lies": of_strides}),
+    "shape": ({}, {"rows": 24}),
+    "mask": ({}, {"mask": "float"}),
+    "dtype of the mask": ({"mask": "float"}, {"mask": "bool"}),
+    "shape of the mask": ({"mask": "float"}, {"mask": "one head"}),
+    "strides of the mask": ({"mask": "float"}, {"mask": "float", "mask_lies": of_strides}),
+    "gradient of the mask": ({"mask": "float"}, {"mask": "float", "trained": True}),
+}
+
+
+def attended(
+    heads: int = 2, kv_heads: int = 2, rows: int = 20, dtype: torch.dtype = torch.float32, mask: str = "",
+    lies: Any = None, mask_lies: Any = None, trained: bool = False, **how: Any,
+) -> list[Tensor | None]:  # fmt: skip
+    op = ops.Attention(heads, kv_heads, mask="bias" if mask else None, **how)
+    x = seeded_randn((2, rows, 96), 1, dtype=dtype)
+    x = (lies(x) if lies else x).requires_grad_()
+    bias = seeded_randn((1 if mask == "one head" else 2, rows, rows), 2)
+    bias = bias > 0 if mask == "bool" else (mask_lies(bias) if mask_lies else bias).requires_grad_(trained)
+    torch.manual_seed(3)
+    y = op(x, bias=bias) if mask else op(x)
+    y.backward(seeded_randn(tuple(y.shape), 4, dtype=dtype))
+    return [y.detach(), x.grad, bias.grad]
+
+
+@pytest.mark.parametrize("name", AFTER)
+def test_an_attention_is_computed_as_if_it_were_the_first(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    first, second = AFTER[name]
+    monkeypatch.setattr(_attention_on_cpu, "_known", {})
+    wanted = attended(**second)
+    _attention_on_cpu._known.clear()
+    attended(**first)
+    for got, want in zip(attended(**second), wanted, strict=True):
+        assert (got is None) == (want is None)
+        assert got is None or (got.dtype is want.dtype and torch.equal(got, want))
