@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
 from collections.abc import Callable
 from typing import Any
@@ -189,7 +190,21 @@ def test_a_shallow_copy_with_a_list_of_its_own_runs_that_list() -> None:
     assert torch.equal(mine(x), y)
 
 
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"])
+AGAIN = pytest.mark.parametrize(
+    "again", [copy.deepcopy, lambda m: pickle.loads(pickle.dumps(m))], ids=["deepcopy", "pickle"]
+)
+
+
+@AGAIN
+def test_a_copied_fuser_holds_its_own_operation(again: Callable[[Any], Any]) -> None:
+    fuser, x = sf.Fuser(ops.Linear(5, 4)), tensor(7, 5)
+    y, twin = fuser(x), again(fuser)
+    del fuser
+    gc.collect()
+    assert torch.equal(twin(x), y)
+
+
+@AGAIN
 def test_a_shallow_copy_is_copied_without_the_original_it_was_made_from(again: Callable[[Any], Any]) -> None:
     first = randomized(sf.Sequential(ops.Linear(5, 4), ops.ReLU(), fusions=PAIR, memory="lean"))
     twin, x = copy.copy(first), tensor(7, 5)
