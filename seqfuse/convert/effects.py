@@ -328,7 +328,8 @@ class Effects:
         found: set[object] = set()
         memory = {_memory(node) for node in graph.nodes if node.op in ("placeholder", "get_attr")}
         for node in reversed(graph.nodes):
-            if node.op == "output" or node in found or (in_place(node) and _meet(memory - {None}, _changed(node))):
+            changes = in_place(node) and not _updated(node) and _meet(memory - {None}, _changed(node))
+            if node.op == "output" or node in found or changes:
                 needing = [n for n in node.all_input_nodes if (e := example(n)) is None or e.requires_grad]
                 found.update(needing)
                 memory.update(map(_memory, needing))

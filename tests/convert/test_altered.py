@@ -21,7 +21,7 @@ from seqfuse.convert.rewrite import RewriteOptions, rewrite
 
 from . import spellings_in_place as spellings_in_place  # adds to CASES
 from .comparing import Replayed, assert_equal, assert_same, assert_same_recorded, passes, recorded
-from .spellings import CASES, Layers, Spelling, joined, operations, qkv, rms
+from .spellings import CASES, Layers, S, Spelling, joined, operations, qkv, rms
 
 # What cannot be recorded, what is recorded in another form than Dynamo captures, and one model of each kind.
 NOT_RECORDED = ("calls_vmap", "calls_grad", "has a gradient of its own")
@@ -244,3 +244,14 @@ def test_a_change_within_attention_leaves_the_other_chains():
     assert [len(made.graphs[0].regions) for made in (split, whole)] == [1, 2]
     assert "between its calls, and a value of these is read before that" in str(split)
     assert "between its calls" not in str(whole)
+
+
+def test_running_statistics_bring_no_gradient_to_what_they_measure():
+    def spelling(m: Layers, x: Tensor) -> Tensor:
+        q, k, v = qkv(m, x)
+        m.bn(joined(S(q, k, v)).flatten(0, 1))
+        return m.c(x * q.mean())
+
+    model = Layers(spelling)
+    model.bn = nn.BatchNorm1d(8)
+    assert_same_recorded(model.double(), torch.randn(2, 4, 8, dtype=torch.float64))
