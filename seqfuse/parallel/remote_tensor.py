@@ -66,7 +66,7 @@ class Elsewhere(Tensor):
 
         try:
             with _plainly():
-                given, named = tree_map_only(Tensor, down, (tuple(args), named))
+                given, named = tree_map_only(Tensor, down, (args, named))
                 out = func(*given, **named)
         except NotImplementedError as error:
             raise _absent(where, name) from error

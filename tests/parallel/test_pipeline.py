@@ -441,7 +441,9 @@ def the_default_device_of_torch_makes_no_difference() -> None:
     expected = stepped(alone)
     with torch.device("meta"):
         loss = stepped(staged)
-        assert torch.equal(everywhere(loss, staged), expected)
+        told = everywhere(loss, staged)
+        assert torch.equal(told, expected)
+        assert not told.requires_grad
         norm = clip_grad_norm_(staged, 1e9)
     same_gradients(staged, alone)
     torch.testing.assert_close(norm, nn.utils.get_total_norm(p.grad for p in alone.parameters()))

@@ -269,6 +269,15 @@ def test_numbers_of_another_rank_cannot_be_written_into_a_tensor_of_this_one():
         there[0].item()
 
 
+def test_results_of_a_tensor_of_another_rank_are_there_unless_they_are_made_here():
+    there, here = Elsewhere.of(torch.empty(3, device="meta"), "on rank 1"), torch.zeros(3)
+    for made in (here + there, here.sub(there), torch.where(here > 0, here, there), there.new_zeros(2), there.detach()):
+        assert isinstance(made, Elsewhere)
+        assert made.place == "on rank 1"
+    assert there.add_(here) is there
+    assert type(there.new_zeros(2, device="cpu")) is Tensor
+
+
 @torch.library.custom_op("seqfuse_tests::as_many_as_it_says", mutates_args=())
 def as_many_as_it_says(x: Tensor) -> Tensor:
     return x.new_empty(int(x.sum()))
