@@ -148,13 +148,11 @@ def _viewed(view: Node, source: Node, t: Any) -> Any:
 
 def _can_view(t: torch.Tensor, view: Node) -> bool:
     e = example(view)
-    if e is None:
-        return False
-    try:
-        t.view(numbers(e.shape))
-    except RuntimeError:
-        return False
-    return True
+    if e is not None:
+        with contextlib.suppress(RuntimeError):
+            t.view(numbers(e.shape))
+            return True
+    return False
 
 
 def _made_once(graph: Graph, allowed: Callable[[Node], bool], modes: Mapping[Node, State]) -> None:
