@@ -261,13 +261,27 @@ def delayed_scales_that_are_not_reduced_are_those_of_each_process() -> None:
     assert every[0] == 2 * every[1]
 
 
+def delayed_scales_are_those_of_the_group_that_is_given() -> None:
+    groups = [dist.new_group([0, 1]), dist.new_group([2])]
+    model = sf.Sequential(ops.Linear(32, 32), recipe=recipes.Float8DelayedScaling())
+    model(seeded_randn((16, 32), 1) * (1 + dist.get_rank())).sum().backward()
+    sf.update_scales(model, groups[dist.get_rank() // 2])
+    scale = model[0].get_buffer("x_scale")
+    first, second, third = every = [torch.empty_like(scale) for _ in range(3)]
+    dist.all_gather(every, scale)
+    assert first == second
+    torch.testing.assert_close(2 * first, 3 * third)
+
+
 FACTS = Facts({
     2: [
         delayed_scales_are_those_of_all_processes, delayed_scales_that_are_not_reduced_are_those_of_each_process,
         tensor_parallel, shards_that_blocks_do_not_end_with,
         converted_models_with_dtensors, sharded_experts_of_hugging_face,
     ],
-    3: [ddp, fsdp, gathered_weights_have_the_codes_of_one_process],
+    3: [
+        ddp, fsdp, gathered_weights_have_the_codes_of_one_process, delayed_scales_are_those_of_the_group_that_is_given,
+    ],
     5: [fsdp_with_empty_shards],
 })  # fmt: skip
 
