@@ -240,6 +240,28 @@ def test_arguments_of_another_kind_are_refused(given: dict[str, Any], message: s
         parallel.parallelize(arguments.pop("model"), group, arguments.pop("plan"), **arguments)
 
 
+@pytest.mark.parametrize(
+    ("module", "style"),
+    [
+        (ops.Embedding(8, 16), "column"),
+        (ops.Linear(8, 16), "vocab"),
+        (nn.FeedForward(16, 8), "row"),
+        (LinearCrossEntropy(16, 8), "row"),
+    ],
+    ids=lambda given: given if isinstance(given, str) else type(given).__name__,
+)
+def test_a_style_fits_its_own_modules_alone(module: torch.nn.Module, style: str, group: Any) -> None:
+    message = rf"SF106 .*{type(module).__name__}.*: style '{style}' does not fit it"
+    with pytest.raises(sf.InputError, match=message):
+        parallel.parallelize(torch.nn.ModuleDict({"one": module}), group, {"one": style})
+
+
+def test_a_row_before_a_gated_unit_is_divided_into_one_part_each(group: Any) -> None:
+    model = sf.Sequential(ops.Linear(8, 16), ops.SwiGLU())
+    parallel.parallelize(model, group, {"0": "row"})
+    assert (model[0].weight.shape, len(model[0].shards["weight"].parts)) == ((16, 2), 1)
+
+
 def test_a_tied_parameter_is_divided_by_all_or_none(group: Any) -> None:
     expected = r"several ways: 'body\.0\.weight' divided, 'head\.weight' whole\nHint: name all of them"
     with pytest.raises(sf.InputError, match=expected):
