@@ -59,6 +59,7 @@ def linear(w: Writer, x: str, y: str, out: str) -> list[str]:
             f"F.linear({x}, {layer}.weight)",
             f"F.linear({x}, {layer}.weight, {other}.bias)",
             f"F.linear({x}, {layer}.weight, m.w)",
+            f"F.linear({x}, {layer}.weight, m.w[:1])",
             f"{x} @ {layer}.weight.{w.of('T', 't()', 'mT', 'transpose(0, 1)')}",
             f"{x} @ {layer}.weight",
             f"torch.matmul({x}, {layer}.weight) + m.w",
@@ -327,6 +328,7 @@ def attention(w: Writer, x: str, y: str, out: str) -> list[str]:
         f"{out} = " + w.of(
             f"z.reshape({x}.shape)", "z.flatten(2)", f"z.contiguous().view({x}.shape)", "m.d(z.flatten(2))",
             f"m.d(z.reshape({x}.shape)) + {x}", f"z.transpose(1, 2).reshape({x}.shape)",
+            "(z.detach() + q.transpose(1, 2)).flatten(2)",
         ),
     ]  # fmt: skip
 
@@ -374,6 +376,7 @@ def view(w: Writer, x: str, y: str, out: str) -> list[str]:
             f"{x}[:, torch.arange({x}.shape[1])]",
             f"m.mix({x}[:, :4].transpose(1, 2)).transpose(1, 2).mean(1, keepdim=True) + {x}",
             f"{x}.narrow(-1, 0, 8)", f"{x}.unsqueeze(1).squeeze(1)", f"{x}.swapaxes(0, 1).swapaxes(0, 1)",
+            f"({x}.transpose(0, 1) + m.a({x}.transpose(0, 1))).transpose(0, 1).view(-1, 8).view({x}.shape)",
         )
     ]  # fmt: skip
 
@@ -479,6 +482,8 @@ def cast(w: Writer, x: str, y: str, out: str) -> list[str]:
         [f"{out} = torch.softmax({x}, -1, dtype=torch.float32).to({x}.dtype)"],
         [f"{out} = m.single({x}.float()).double()"],
         [f"{out} = m.single({x}.float()) + {x}"],
+        [f"{out} = {w.layer()}({x}) + {y}.float()"],
+        [f"{out} = {y}.float() * {w.layer()}({x})"],
         [f"k = m.single({x}.float())", f"{out} = (F.gelu(k) + {y}.float()).to({x}.dtype)"],
     ])  # fmt: skip
 
