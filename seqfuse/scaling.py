@@ -194,7 +194,7 @@ def _stepped(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     operations: list[Scaled] = []
     for operation in [*_recording.values()]:
         first = next((p for p in operation.parameters() if p.requires_grad), None)
-        if first is not None and id(first) in owned:
+        if id(first) in owned:
             operations.append(cast(Scaled, operation))
     if operations:
         _update(operations)

@@ -145,19 +145,18 @@ def _region(container: nn.Module, path: str, style: str, group: Group, dim: int 
             found.append((name, m))
     places = [i for i, (_, m) in enumerate(found) if isinstance(m, ops.Linear)]
     wanted = "a Linear, attention and a Linear" if style == "heads" else "a Linear, an activation and a Linear"
-    wrong: dict[str, Any] = {"code": "SF106", "operation": type(container).__name__}
     if len(places) != 2:
-        raise InputError(f"style {style!r} needs {wanted}; it has {len(places)} Linears", **wrong)
+        raise InputError(f"style {style!r} needs {wanted}; it has {len(places)} Linears", code="SF106")
     between = [m for _, m in found[places[0] + 1 : places[1]]]
     attention = [m for m in between if isinstance(m, ops.Attention)]
     if len(attention) != (style == "heads"):
-        raise InputError(f"style {style!r} needs {wanted}; it has {len(attention)} attentions", **wrong)
+        raise InputError(f"style {style!r} needs {wanted}; it has {len(attention)} attentions", code="SF106")
     of_heads = (ops.Attention, ops.QKNorm, ops.RotaryEmbedding) if style == "heads" else ()
     together = [m for m in between if isinstance(m, ops.QKNorm) and m.full_width]
     fitting = Gated, *_ELEMENT_WISE, *_OF_TORCH, *of_heads
     other = next((m for m in between if not isinstance(m, fitting) or m in together), None)
     if other is not None:
-        raise InputError(f"{type(other).__name__} between its Linears cannot be divided", **wrong)
+        raise InputError(f"{type(other).__name__} between its Linears cannot be divided", code="SF106")
     (into, first), (out, last) = (cast(tuple[str, ops.Linear], found[i]) for i in places)
     parts: tuple[int, ...] | None = None
     changes: list[_Division] = []

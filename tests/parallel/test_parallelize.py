@@ -203,7 +203,10 @@ WRONG: dict[str, tuple[dict[str, str], str]] = {
     "features": ({"0.mixer": "features"}, r"SF101 .*position 0 \(Linear\): expects out_features "),
     "heads": ({"1": "heads"}, r"SF101 .*position 7 \(Attention\): expects heads that 4 .*, got 3"),
     "key heads": ({"2": "heads"}, r"SF101 .*position 12 \(Attention\): expects kv_heads .*\nHint: .* not held twice"),
-    "no attention": ({"3": "heads"}, r"SF106 .*position 15 \(FeedForward\): style 'heads' needs .* it has 0 att"),
+    "no attention": (
+        {"3": "heads"},
+        r"SF106 .*position 15 \(FeedForward\): style 'heads' needs a Linear, attention and a Linear; it has 0 att",
+    ),
     "twice": ({"3": "features", "3.up": "column"}, r"SF106 .*position 15 \(Linear\): the plan names it twice"),
     "heads as a column": ({"2.qkv": "column"}, r"'2\.qkv', position 10 \(Linear\): its column .* heads of Attention"),
     "a softmax between": ({"5": "features"}, r"SF106 .*position 25 \(Sequential\): Softmax between its Linears cannot"),
