@@ -182,6 +182,17 @@ def group() -> Iterator[Any]:
         dist.destroy_process_group()
 
 
+def test_one_process_sums_no_gradients() -> None:
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    try:
+        attention = nn.MultiHeadAttention(16, 4, qk_norm=ops.QKNorm)
+        for model, plan in ((stack(), PLAN), (attention, {"": "heads"})):
+            parallel.parallelize(model, dist.group.WORLD, plan, sequence_dim=-2)
+            assert not any(getattr(m, "sum_over", None) for m in model.modules())
+    finally:
+        dist.destroy_process_group()
+
+
 def mixed() -> sf.Sequential:
     return sf.Sequential(
         sf.Sequential(OrderedDict(mixer=nn.FeedForward(12, 6))),
