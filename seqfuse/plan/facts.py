@@ -282,7 +282,7 @@ class Tried:
             return dx, (tuple(grads), tuple(grads.values())), tuple([(tuple(f), tuple(f.values())) for f in filled])
 
         fields = tuple([((), ()) if f is None else (tuple(f), tuple(f.values())) for f in records])
-        about = "backward", *map(class_identity, kinds), *incoming, needs
+        about = "backward", *incoming, needs
         return self._run(step, env, about, (d, fields, tuple(incoming.values())), call)
 
     def described(self, step: Step) -> Any:

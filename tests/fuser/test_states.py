@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import random
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 import seqfuse as sf
 from seqfuse import ops
+from seqfuse.env import why_no_c
 from seqfuse.testing import seeded_randn
 from tests.fuser.fusions import BiasGeLUBackward
 from tests.watching import Calls, bytes_of, saving
@@ -293,6 +295,16 @@ def test_a_later_call_raises_the_error_of_a_first_call(fault: str) -> None:
             model(change(model))
         messages.append(str(raised.value))
     assert messages[0] == messages[1]
+
+
+@pytest.mark.parametrize("other", [torch.float64, torch.device("meta")], ids=str)
+def test_a_call_with_an_input_that_kernels_do_not_read_has_its_own_plan(other: Any) -> None:
+    model, x = sf.Sequential(ops.GeLU(), ops.Scale(2.0), ops.Tanh()), draw(512, 512, dtype=torch.float32)
+    for given in (x, x.to(other), x, x.to(other)):
+        assert model.plan(given).fused == ((1, 0) if given is x and why_no_c() == "" else (0, 0))
+        with warnings.catch_warnings(action="error"):
+            y = model(given)
+        assert (y.dtype, y.device, y.shape) == (given.dtype, given.device, given.shape)
 
 
 class Gain(sf.UnfusedOperation):
