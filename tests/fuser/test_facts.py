@@ -86,6 +86,16 @@ def in_double() -> Any:
         torch.set_default_dtype(torch.float32)
 
 
+def quantized(recipe: Any) -> sf.Sequential:
+    return sf.Sequential(ops.Linear(512, 512), ops.GeLU(), recipe=recipe)
+
+
+@contextlib.contextmanager
+def in_bfloat16() -> Any:
+    with torch.autocast("cpu", torch.bfloat16), sf.fusing(unmeasured=True):
+        yield
+
+
 nothing = contextlib.nullcontext
 Case = tuple[Callable[[], sf.Sequential], Callable[[], contextlib.AbstractContextManager[Any]]]
 PAIRS: dict[str, tuple[Case, Case]] = {
@@ -106,6 +116,14 @@ PAIRS: dict[str, tuple[Case, Case]] = {
         (lambda: sf.Sequential(InDefault(), ops.Tanh()), nothing),
         (lambda: sf.Sequential(InDefault(), ops.Tanh()), in_double),
     ),
+    "recipe": (
+        (lambda: quantized(None), nothing),
+        (lambda: quantized(sf.recipes.Float8CurrentScaling()), nothing),
+    ),
+    "dtype of the next": (
+        (lambda: sf.Sequential(ops.RMSNorm(512), ops.LayerScale(512)), in_bfloat16),
+        (lambda: sf.Sequential(ops.RMSNorm(512), ops.Linear(512, 8)), in_bfloat16),
+    ),
     "place": ((lambda: rotating("cpu"), nothing), (lambda: rotating("meta"), nothing)),
 }
 
@@ -116,7 +134,7 @@ def known_of(case: Case) -> Any:
     device = next((p.device for p in model.parameters()), torch.device("cpu"))
     x = torch.randn(4, 16, 512, device=device, requires_grad=True)
     with block():
-        plan = model.plan(x, env=sf.Env.of("cpu", tokens=64))
+        plan = model.plan(x, env=sf.Env.of("cpu", tokens=64) if device.type == "meta" else None)
         return plan.memory, plan.choices
 
 

@@ -307,6 +307,14 @@ def test_a_call_with_an_input_that_kernels_do_not_read_has_its_own_plan(other: A
         assert (y.dtype, y.device, y.shape) == (given.dtype, given.device, given.shape)
 
 
+def test_a_call_with_a_bias_that_kernels_do_not_add_has_its_own_plan() -> None:
+    model, x = sf.Sequential(ops.Bias(512), ops.GeLU(), ops.Tanh()), draw(512, 512, dtype=torch.float32)
+    assert model(x).dtype is torch.float32
+    model[0].bias.data = model[0].bias.data.double()
+    with warnings.catch_warnings(action="error"):
+        assert model(x).dtype is torch.float64
+
+
 class Gain(sf.UnfusedOperation):
     """y = x gain, for one number or one per column."""
 
