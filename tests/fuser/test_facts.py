@@ -61,6 +61,11 @@ class InDefault(SavesMore):
         return x.to(torch.get_default_dtype())
 
 
+class Deterministic(SavesMore):
+    def more(self, x: Tensor) -> Tensor:
+        return x.double() if torch.are_deterministic_algorithms_enabled() else x.clone()
+
+
 def tied(shares: bool) -> sf.Sequential:
     first, second = (ops.Linear(512, 512, bias=False) for _ in range(2))
     return sf.Sequential(first, ops.GeLU(), first if shares else second, ops.GeLU())
@@ -96,6 +101,15 @@ def in_bfloat16() -> Any:
         yield
 
 
+@contextlib.contextmanager
+def deterministic() -> Any:
+    torch.use_deterministic_algorithms(True)
+    try:
+        yield
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
 nothing = contextlib.nullcontext
 Case = tuple[Callable[[], sf.Sequential], Callable[[], contextlib.AbstractContextManager[Any]]]
 PAIRS: dict[str, tuple[Case, Case]] = {
@@ -115,6 +129,10 @@ PAIRS: dict[str, tuple[Case, Case]] = {
     "default dtype": (
         (lambda: sf.Sequential(InDefault(), ops.Tanh()), nothing),
         (lambda: sf.Sequential(InDefault(), ops.Tanh()), in_double),
+    ),
+    "deterministic": (
+        (lambda: sf.Sequential(Deterministic(), ops.Tanh()), nothing),
+        (lambda: sf.Sequential(Deterministic(), ops.Tanh()), deterministic),
     ),
     "recipe": (
         (lambda: quantized(None), nothing),
@@ -177,15 +195,6 @@ class WrongIn(sf.ForwardFusion):
         wrong = wrong or torch.get_default_dtype() is torch.float64
         y = (x * 2).relu()
         return y, {"doubles": own.Saved(x=x.half() if wrong else x), "relu": ops.ReLU.Saved(y=y)}
-
-
-@contextlib.contextmanager
-def deterministic() -> Any:
-    torch.use_deterministic_algorithms(True)
-    try:
-        yield
-    finally:
-        torch.use_deterministic_algorithms(False)
 
 
 STATES: dict[str, tuple[Callable[[Any], Any], Callable[[], contextlib.AbstractContextManager[Any]]]] = {
