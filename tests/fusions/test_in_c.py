@@ -122,7 +122,7 @@ def test_chains_of_factors_that_change_are_not_all_kept(monkeypatch: pytest.Monk
 
 
 def test_a_factor_of_zero_has_its_own_sign():
-    x = seeded_randn((64, 64), 0)
+    x = seeded_randn((64, 64), 0).clamp(-2, 2)  # beyond, torch's GeLU is 0 on some processors
     for factor in (0.0, -0.0):
         model = sf.Sequential(ops.GeLU(), ops.Scale(factor))
         with sf.fusing(only=["PointwiseChain"], unmeasured=True), torch.no_grad():
