@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import os
@@ -10,7 +11,7 @@ import types
 import warnings
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, NoReturn, TypeVar
+from typing import Any, NoReturn, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -65,7 +66,6 @@ KEPT_LISTS = 8
 _numbers = itertools.count()
 _PLAIN = (Tensor, nn.Parameter)
 _F = TypeVar("_F", bound=types.FunctionType)
-_frames: Any = torch._C._dynamo.eval_frame  # pyright: ignore
 _one_at_a_time = threading.RLock()
 _planning = threading.RLock()
 
@@ -80,8 +80,10 @@ def _not_a_frame(function: _F) -> _F:
 
     It would after a graph break in a module of the sequence, and the engine's own code would not be faster.
     """
-    skip = _frames._FrameAction.SKIP
-    _frames.set_code_exec_strategy(function.__code__, _frames._FrameExecStrategy(skip, skip))
+    with contextlib.suppress(AttributeError):  # of torch's internals, which another version may not have
+        frames = cast("Any", torch._C._dynamo.eval_frame)  # pyright: ignore
+        skip = frames._FrameAction.SKIP
+        frames.set_code_exec_strategy(function.__code__, frames._FrameExecStrategy(skip, skip))
     return function
 
 
