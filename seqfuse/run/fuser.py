@@ -75,10 +75,10 @@ def _fresh_locks() -> None:
     _one_at_a_time, _planning = threading.RLock(), threading.RLock()
 
 
-def _not_a_frame(function: _F) -> _F:
-    """Lets torch.compile trace calls of a function, but not compile the function, or what it calls, by itself.
+def _inlined_only(function: _F) -> _F:
+    """A function that torch.compile inlines into a caller, but does not compile as a frame of its own.
 
-    It would after a graph break in a module of the sequence, and the engine's own code would not be faster.
+    After a graph break in a module of the sequence it would compile the engine's frames, which run no faster compiled.
     """
     with contextlib.suppress(AttributeError):  # of torch's internals, which another version may not have
         frames = cast("Any", torch._C._dynamo.eval_frame)  # pyright: ignore
@@ -154,7 +154,7 @@ class Fuser:
         """The container or operation; weakly referenced if it owns this fuser."""
         return self.owner()
 
-    @_not_a_frame
+    @_inlined_only
     def __call__(self, x: Tensor, **channels: Tensor) -> Any:
         """Run the sequence: `y`, or `(y, *outputs)` if it has public extra outputs."""
         if torch.compiler.is_compiling():
@@ -418,7 +418,7 @@ def default_fusions() -> Sequence[type[FusedOperation]]:
     return default
 
 
-@_not_a_frame
+@_inlined_only
 def fuser_of(operation: FusableOperation) -> Fuser:
     """The fuser that runs a single operation as a sequence."""
     return Fuser(operation, default_fusions())

@@ -301,7 +301,7 @@ class _Search:
                 self._skipped.append(f"{candidate.name}: processes exchange tensors in it, and one alone measures")
                 continue
             if unknown := [type(operation).__name__ for operation in inside if not tells_all(operation)]:
-                reason = f"{unknown[0]} has an attribute that is not plain data, by which a time could be known"
+                reason = f"{unknown[0]} has an attribute that is not plain data, so no time can be stored for it"
                 self._skipped.append(f"{candidate.name}: {reason}")
                 continue
             key = stretch.known.key(candidate.fusion, candidate.start, candidate.stop)

@@ -251,7 +251,7 @@ def test_operations_that_an_attribute_tells_apart_that_is_not_plain_data_are_not
     model = pair(Slow)
     model[1].depth = Depth.ONE
     report = sf.tune(model, X, modes="train")
-    reason = "Slow: Halve has an attribute that is not plain data, by which a time could be known"
+    reason = "Slow: Halve has an attribute that is not plain data, so no time can be stored for it"
     assert (report.rows, report.skipped) == ((), (reason,))
     assert sf.tune(pair(Slow), X, modes="train").measured == 1
     assert (pair(Slow).plan(X).count("Slow"), model.plan(X).count("Slow")) == (0, 1)
